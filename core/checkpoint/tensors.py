@@ -1,0 +1,28 @@
+"""One rank's part of one named tensor, as a checkpoint sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gridtron.core.sharding import Sharding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ShardedTensorView:
+    """A local tensor and where its rows lie in the whole.
+
+    Args:
+        local: this rank's rows; read when saving, filled in place when loading.
+        sharding: global shape and the rows of every rank along the tensor axis.
+        axis_rank: this rank's place along the axis of ``sharding``.
+        writer: False on replicas (data ranks above 0), whose rows another rank writes.
+    """
+
+    local: Tensor
+    sharding: Sharding
+    axis_rank: int = 0
+    writer: bool = True

@@ -1,0 +1,410 @@
+"""The process grid: which rank stands where (pure arithmetic), and its process groups (the one effect).
+
+A grid has four axes. Outermost first, by default: pipeline, data, context, tensor, so that tensor ranks are
+neighbours (Narayanan et al. 2021, arXiv:2104.04473, section 3).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from gridtron.core.launch import Launcher, find_launcher
+from gridtron.core.options import option
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXIS_NAMES = ("pipeline", "data", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class GridConfig:
+    data: int = option(-1, "data-parallel size; -1: what is left", minimum=-1)
+    pipeline: int = option(1, "pipeline-parallel size", minimum=-1)
+    context: int = option(1, "context-parallel size", minimum=-1)
+    tensor: int = option(1, "tensor-parallel size; -1: what is left", minimum=-1)
+    order: list[str] = option(list(AXIS_NAMES), "axes from the outermost inwards")
+    sequence_parallel: bool = option(False, "split norms, dropout and residuals along the sequence; no effect at tensor=1")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a grid as one rank sees it.
+
+    Args:
+        name: "tensor", "data", ...; combined axes join their names with "+".
+        size: number of ranks along the axis.
+        rank: this process's place along it.
+        ranks: the global ranks along it, in order.
+        group: the process group over ``ranks``; None at size 1, and in a layout without processes.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: ProcessGroup | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def of(value: Axis | DeviceMesh | ProcessGroup | None, name: str = "axis") -> Axis:
+        """An Axis from whatever stands for one: an Axis, a one-dimensional DeviceMesh, a ProcessGroup or None.
+
+        None is an axis of size 1, on which every collective returns at once.
+
+        Raises:
+            ValueError: a mesh of several dimensions, or another type.
+        """
+        if value is None:
+            return Axis(name)
+        if isinstance(value, Axis):
+            return value
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(value, DeviceMesh):
+            if value.ndim != 1:
+                names = value.mesh_dim_names or tuple(range(value.ndim))
+                raise ValueError(
+                    f"an axis is one dimension of a mesh, and this mesh has {value.ndim}: {names}; "
+                    f"pick one, as in mesh[{names[-1]!r}]"
+                )
+            name = (value.mesh_dim_names or (name,))[0]
+            return Axis._of_group(value.get_group(), name)
+        if isinstance(value, dist.ProcessGroup):
+            return Axis._of_group(value, name)
+        raise ValueError(
+            f"axis={value!r} is a {type(value).__name__}; give an Axis, a one-dimensional DeviceMesh, "
+            "a ProcessGroup or None"
+        )
+
+    @staticmethod
+    def _of_group(group: ProcessGroup, name: str) -> Axis:
+        import torch.distributed as dist
+
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return Axis(name, len(ranks), dist.get_rank(group), ranks, group if len(ranks) > 1 else None)
+
+
+@dataclass(frozen=True)
+class GridSizes:
+    """Sizes of the axes and their order, outermost first. Rank arithmetic only."""
+
+    sizes: Mapping[str, int]
+    order: tuple[str, ...] = AXIS_NAMES
+
+    @property
+    def world_size(self) -> int:
+        product = 1
+        for size in self.sizes.values():
+            product *= size
+        return product
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Place of ``rank`` on every axis, in the grid's order."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside this grid of {self.world_size} ranks (0 to {self.world_size - 1})")
+        place = {}
+        for name in reversed(self.order):
+            rank, place[name] = divmod(rank, self.sizes[name])
+        return {name: place[name] for name in self.order}
+
+    def rank_at(self, coordinate: Mapping[str, int]) -> int:
+        """The rank that stands at ``coordinate``: the inverse of :meth:`coordinate`."""
+        rank = 0
+        for name in self.order:
+            rank = rank * self.sizes[name] + coordinate[name]
+        return rank
+
+    def ranks_along(self, names: Sequence[str], rank: int) -> tuple[int, ...]:
+        """Global ranks that share every coordinate of ``rank`` but those on ``names``, in the grid's order."""
+        place = self.coordinate(rank)
+        spread: list[dict[str, int]] = [place]
+        for name in self.order:
+            if name in names:
+                spread = [point | {name: index} for point in spread for index in range(self.sizes[name])]
+        return tuple(self.rank_at(point) for point in spread)
+
+
+def resolve_sizes(world_size: int, order: Sequence[str] | None = None, **requested: int) -> GridSizes:
+    """Sizes of all axes for ``world_size`` ranks: one may be -1 (what is left); data is, unless another is.
+
+    Raises:
+        ValueError: naming the sizes, the rule, and the nearest sizes that work.
+    """
+    order = tuple(AXIS_NAMES if order is None else order)
+    if sorted(order) != sorted(AXIS_NAMES):
+        raise ValueError(f"order={list(order)} must name each of {list(AXIS_NAMES)} once, outermost first")
+    sizes = {name: requested.get(name, -1 if name == "data" else 1) for name in order}
+    unknown = set(requested) - set(AXIS_NAMES)
+    if unknown:
+        raise ValueError(f"unknown axes {sorted(unknown)}; a grid has {list(AXIS_NAMES)}")
+    for name, size in sizes.items():
+        if size != -1 and size < 1:
+            raise ValueError(f"{name}={size}: the size of an axis is at least 1, or -1 for what is left")
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1 and "data" in open_axes:
+        sizes["data"] = 1
+        open_axes.remove("data")
+    if len(open_axes) > 1:
+        raise ValueError(f"only one axis may be -1 (what is left), and {' and '.join(open_axes)} are")
+    given = 1
+    for size in sizes.values():
+        given *= size if size != -1 else 1
+    described = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    if open_axes:
+        if world_size % given:
+            raise ValueError(f"{described}: {given} does not divide the {world_size} ranks; {_advice(sizes, world_size)}")
+        sizes[open_axes[0]] = world_size // given
+    elif given != world_size:
+        raise ValueError(f"{described} is {given} ranks and there are {world_size}; {_advice(sizes, world_size)}")
+    if sizes["context"] > 1:
+        raise ValueError(f"context={sizes['context']}: context parallelism is not built yet; set context=1")
+    return GridSizes(sizes, order)
+
+
+def _advice(sizes: Mapping[str, int], world_size: int) -> str:
+    """What would fit: the largest divisor of the world at or under the asked size, and the command for more ranks."""
+    tensor = max(divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0 and divisor <= max(sizes["tensor"], 1))
+    needed = 1
+    for size in sizes.values():
+        needed *= max(size, 1)
+    return (
+        f"with {world_size} ranks tensor={tensor} and data=-1 fit, or start {needed} processes "
+        f"(torchrun --nproc-per-node {needed} ...)"
+    )
+
+
+class Grid:
+    """A 3D process grid (data x pipeline x tensor, with a place for context) as one rank sees it.
+
+    Built by :meth:`create` (the effect), :meth:`layout` (arithmetic only) or :meth:`from_mesh`.
+
+    Attributes:
+        rank, world_size: of this process.
+        device: torch.device of this rank; the CPU in a layout.
+        mesh: DeviceMesh over all axes, or None in a process without torch.distributed.
+        tensor, pipeline, data, context: Axis.
+    """
+
+    def __init__(
+        self,
+        sizes: GridSizes,
+        rank: int,
+        device: torch.device | None = None,
+        groups: Mapping[str, ProcessGroup | None] | None = None,
+        mesh: DeviceMesh | None = None,
+        began: bool = False,
+    ):
+        self.sizes = sizes
+        self.rank = rank
+        self.world_size = sizes.world_size
+        self.mesh = mesh
+        self._device = device
+        self._began = began
+        place = sizes.coordinate(rank)
+        self._axes = {
+            name: Axis(name, sizes.sizes[name], place[name], sizes.ranks_along([name], rank), (groups or {}).get(name))
+            for name in AXIS_NAMES
+        }
+
+    # ---------------------------------------------------------------- ways to make one
+    @classmethod
+    def layout(cls, world_size: int, rank: int = 0, order: Sequence[str] | None = None, **sizes: int) -> Grid:
+        """The grid of any rank of a job of any size, by arithmetic alone; no process is started.
+
+        Example:
+            >>> Grid.layout(world_size=4096, rank=9, tensor=8, pipeline=16).coordinate(9)
+            {'pipeline': 0, 'data': 1, 'context': 0, 'tensor': 1}
+        """
+        return cls(resolve_sizes(world_size, order, **sizes), rank)
+
+    @classmethod
+    def create(
+        cls,
+        data: int = -1,
+        pipeline: int = 1,
+        context: int = 1,
+        tensor: int = 1,
+        order: Sequence[str] | None = None,
+        device: str | torch.device | None = None,
+        backend: str | None = None,
+        timeout: float = 600,
+        launcher: Launcher | None = None,
+    ) -> Grid:
+        """The grid over the processes that are there: one without a launcher, all of them under torchrun, srun or mpirun.
+
+        Joins a torch.distributed that already runs. A context manager: on leaving, what it began is ended.
+
+        Args:
+            data, pipeline, context, tensor: sizes; one may be -1 (what is left), data is unless another is.
+            order: axes from the outermost inwards; default pipeline, data, context, tensor.
+            device: default the CUDA device of the local rank, else the CPU.
+            backend: default "nccl" on CUDA and "gloo" on the CPU.
+            timeout: seconds after which a collective that waits for another rank fails.
+            launcher: who started this process; default: read from the environment.
+
+        Raises:
+            ValueError: sizes that do not multiply to the number of processes.
+        """
+        import torch
+        import torch.distributed as dist
+
+        launcher = launcher or find_launcher(os.environ)
+        running = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size() if running else launcher.world_size
+        rank = dist.get_rank() if running else launcher.rank
+        sizes = resolve_sizes(world_size, order, data=data, pipeline=pipeline, context=context, tensor=tensor)
+        if device is None:
+            device = f"cuda:{launcher.local_rank}" if torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        began = False
+        if not running and launcher.init_method is not None:
+            backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+            dist.init_process_group(
+                backend,
+                init_method=launcher.init_method,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+                device_id=device if device.type == "cuda" else None,
+            )
+            running = began = True
+        if not running:
+            return cls(sizes, rank, device)
+        groups, mesh = _create_groups(sizes, rank, device, timeout)
+        return cls(sizes, rank, device, groups, mesh, began)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, **axes: str) -> Grid:
+        """Adopts a DeviceMesh: ``Grid.from_mesh(mesh, tensor="tp", data="dp")``; axes not named have size 1.
+
+        Raises:
+            ValueError: an axis or a mesh dimension that does not exist, or a mesh dimension left without an axis.
+        """
+        names = mesh.mesh_dim_names or ()
+        unknown = set(axes) - set(AXIS_NAMES)
+        if unknown:
+            raise ValueError(f"unknown axes {sorted(unknown)}; a grid has {list(AXIS_NAMES)}")
+        missing = [dim for dim in axes.values() if dim not in names]
+        if missing:
+            raise ValueError(f"the mesh has no dimension {missing[0]!r}; it has {list(names)}")
+        left = [dim for dim in names if dim not in axes.values()]
+        if left or not names:
+            raise ValueError(f"mesh dimensions {left or mesh.ndim} are given no axis; name each, as in tensor={(left or ['tp'])[0]!r}")
+        by_dim = {dim: axis for axis, dim in axes.items()}
+        inner = [by_dim[dim] for dim in names]
+        order = (*[name for name in AXIS_NAMES if name not in axes], *inner)
+        sizes = {name: mesh[axes[name]].size() if name in axes else 1 for name in order}
+        flat = mesh.mesh.flatten().tolist()
+        if flat != list(range(len(flat))):
+            raise ValueError("the mesh must list the ranks 0, 1, 2, ... in order; build it by init_device_mesh")
+        import torch
+
+        groups = {name: mesh[axes[name]].get_group() if sizes[name] > 1 else None for name in axes}
+        device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+        return cls(resolve_sizes(len(flat), order, **sizes), mesh.get_rank(), device, groups, mesh)
+
+    # ---------------------------------------------------------------- what it knows
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return self._device if self._device is not None else torch.device("cpu")
+
+    @property
+    def tensor(self) -> Axis:
+        return self._axes["tensor"]
+
+    @property
+    def pipeline(self) -> Axis:
+        return self._axes["pipeline"]
+
+    @property
+    def data(self) -> Axis:
+        return self._axes["data"]
+
+    @property
+    def context(self) -> Axis:
+        return self._axes["context"]
+
+    def axis(self, *names: str) -> Axis:
+        """One axis, or several taken together: ``grid.axis("data", "context")`` runs over both.
+
+        A combination of several axes above size 1 makes a process group at its first use: every rank of the grid
+        must ask for it at the same point.
+        """
+        unknown = [name for name in names if name not in AXIS_NAMES]
+        if unknown or not names:
+            raise ValueError(f"unknown axis {unknown}; a grid has {list(AXIS_NAMES)}")
+        ordered = tuple(name for name in self.sizes.order if name in names)
+        if len(ordered) == 1:
+            return self._axes[ordered[0]]
+        key = "+".join(ordered)
+        if key not in self._axes:
+            wide = [name for name in ordered if self.sizes.sizes[name] > 1]
+            ranks = self.sizes.ranks_along(ordered, self.rank)
+            group = self._axes[wide[0]].group if len(wide) == 1 else None
+            if len(wide) > 1 and self.mesh is not None:
+                import torch.distributed as dist
+
+                group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._axes[key] = Axis(key, len(ranks), ranks.index(self.rank), ranks, group)
+        return self._axes[key]
+
+    def coordinate(self, rank: int | None = None) -> dict[str, int]:
+        """Place of a rank (default: this one) on every axis, in the grid's order."""
+        return self.sizes.coordinate(self.rank if rank is None else rank)
+
+    def close(self) -> None:
+        """Ends the torch.distributed that :meth:`create` began; leaves one that ran before alone."""
+        if self._began:
+            import torch.distributed as dist
+
+            self._began = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def __enter__(self) -> Grid:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={self.sizes.sizes[name]}" for name in self.sizes.order)
+        return f"Grid({sizes}; rank {self.rank} of {self.world_size})"
+
+
+def _create_groups(
+    sizes: GridSizes, rank: int, device: torch.device, timeout: float
+) -> tuple[dict[str, ProcessGroup | None], DeviceMesh]:
+    """One process group an axis, made by its members alone, and the DeviceMesh over them.
+
+    DeviceMesh's own groups take torch's default timeout instead of ours, hence groups first and the mesh from them.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def group_over(ranks: tuple[int, ...]) -> ProcessGroup:
+        if len(ranks) == sizes.world_size:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+
+    alone = group_over((rank,))
+    made = {
+        name: group_over(sizes.ranks_along([name], rank)) if sizes.sizes[name] > 1 else alone for name in sizes.order
+    }
+    shape = [sizes.sizes[name] for name in sizes.order]
+    ranks = torch.arange(sizes.world_size).view(shape)
+    mesh = DeviceMesh.from_group(list(made.values()), device.type, mesh=ranks, mesh_dim_names=sizes.order)
+    return {name: group if sizes.sizes[name] > 1 else None for name, group in made.items()}, mesh

@@ -1,0 +1,91 @@
+"""The shape of a GPT: one frozen value for GPT-2/GPT-3 and Llama/Qwen alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gridtron.core.options import option
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    num_layers: int = option(12, "decoder layers", minimum=1)
+    hidden_size: int = option(768, "width of the residual stream", minimum=1)
+    num_attention_heads: int = option(12, "query heads", minimum=1)
+    num_key_value_heads: int | None = option(None, "key and value heads (GQA); null: as many as query heads", minimum=1)
+    head_dim: int | None = option(None, "width of a head; null: hidden_size / num_attention_heads", minimum=1)
+    ffn_hidden_size: int | None = option(None, "width inside the MLP; null: 4 x hidden_size", minimum=1)
+    vocab_size: int | None = option(None, "size of the vocabulary; null: the tokenizer's", minimum=1)
+    max_position_embeddings: int = option(1024, "longest sequence", minimum=1)
+    normalization: str = option("rms_norm", "kind of norm", choices=("rms_norm", "layer_norm"))
+    norm_eps: float = option(1e-5, "added to the variance inside norms", above=0)
+    position: str = option("rotary", "how positions enter", choices=("rotary", "learned"))
+    rope_theta: float = option(10000.0, "rotary: base of the wavelengths", above=0)
+    rope_scaling: dict[str, Any] | None = option(
+        None, "rotary: {type: linear|llama3|yarn|dynamic, factor: ...} as in Hugging Face's configs; null: none"
+    )
+    activation: str = option("swiglu", "of the MLP", choices=("swiglu", "gelu", "gelu_tanh", "relu"))
+    bias: bool = option(False, "biases in linears and norms of attention and MLP")
+    qkv_bias: bool | None = option(None, "bias of the query, key and value projections; null: as bias")
+    tie_embeddings: bool = option(False, "the head is the embedding")
+    dropout: float = option(0.0, "on the embedding and on each residual branch", minimum=0, below=1)
+    attention_dropout: float = option(0.0, "on the attention weights", minimum=0, below=1)
+    init_std: float = option(0.02, "standard deviation of the weights at the start", minimum=0)
+    build: str | None = option(None, "a model of your own: my_package.models:build (config, grid) -> nn.Module")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def projection_bias(self) -> bool:
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    def violations(self) -> list[str]:
+        """Every rule that this shape breaks, with the nearest value that does not."""
+        found = []
+        heads, kv = self.num_attention_heads, self.kv_heads
+        if heads % kv:
+            nearest = max(count for count in range(1, min(kv, heads) + 1) if heads % count == 0)
+            found.append(
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv}: each key head serves "
+                f"equally many query heads; nearest: num_key_value_heads={nearest}"
+            )
+        if self.head_dim is None and self.hidden_size % heads:
+            lower = max(self.hidden_size // heads, 1) * heads
+            found.append(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}: set head_dim, "
+                f"or hidden_size={lower} or {lower + heads}"
+            )
+        if self.position == "rotary" and self.head_size % 2:
+            found.append(f"head_dim={self.head_size} is odd and rotary positions turn pairs; nearest: {self.head_size + 1}")
+        found.extend(_scaling_violations(self.rope_scaling))
+        return found
+
+
+_SCALING_KEYS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+
+
+def _scaling_violations(scaling: Mapping[str, Any] | None) -> list[str]:
+    if not scaling:
+        return []
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in (*_SCALING_KEYS, "default"):
+        return [f"rope_scaling type {kind!r} is not known; known: {', '.join(_SCALING_KEYS)}"]
+    missing = [key for key in _SCALING_KEYS.get(kind, ()) if key not in scaling]
+    return [f"rope_scaling of type {kind} needs {', '.join(missing)}"] if missing else []
