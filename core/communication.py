@@ -1,0 +1,226 @@
+"""Collectives over an Axis, without autograd, and the Ledger that counts them.
+
+Every function returns at once on an axis of size 1: there None stands for the group, and None is never handed to
+torch.distributed, where it would mean the world.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gridtron.core.grid import AXIS_NAMES, Axis
+
+if TYPE_CHECKING:
+    from gridtron.core.grid import Grid
+
+
+class Pending(Protocol):
+    """A collective that may still run: the tensor is ready after wait()."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """A collective that had nothing to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "sum") -> Pending:
+    """In place; ``operation`` is "sum", "max" or "min". The tensor must not be touched before wait()."""
+    if axis.size == 1:
+        return Done()
+    reduction = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[operation]
+    return dist.all_reduce(tensor, reduction, group=axis.group, async_op=True)
+
+
+def all_reduce(tensor: Tensor, axis: Axis, operation: str = "sum") -> Tensor:
+    """In place, and returned."""
+    start_all_reduce(tensor, axis, operation).wait()
+    return tensor
+
+
+def start_all_gather(tensor: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
+    """(n, ...) on every rank -> (axis.size * n, ...), in rank order."""
+    if axis.size == 1:
+        return tensor, Done()
+    out = tensor.new_empty(axis.size * tensor.shape[0], *tensor.shape[1:])
+    return out, dist.all_gather_into_tensor(out, tensor.contiguous(), group=axis.group, async_op=True)
+
+
+def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """(n, ...) on every rank -> (axis.size * n, ...), in rank order."""
+    out, pending = start_all_gather(tensor, axis)
+    pending.wait()
+    return out
+
+
+def start_reduce_scatter(tensor: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
+    """(axis.size * n, ...) -> this rank's (n, ...) of the sum.
+
+    Raises:
+        ValueError: the first dimension does not divide by the axis.
+    """
+    if axis.size == 1:
+        return tensor, Done()
+    length, rest = divmod(tensor.shape[0], axis.size)
+    if rest:
+        raise ValueError(
+            f"a first dimension (sequence) of {tensor.shape[0]} does not divide over {axis.name}={axis.size}; "
+            f"nearest lengths: {length * axis.size}, {(length + 1) * axis.size}"
+        )
+    out = tensor.new_empty(length, *tensor.shape[1:])
+    return out, dist.reduce_scatter_tensor(out, tensor.contiguous(), group=axis.group, async_op=True)
+
+
+def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
+    """(axis.size * n, ...) -> this rank's (n, ...) of the sum."""
+    out, pending = start_reduce_scatter(tensor, axis)
+    pending.wait()
+    return out
+
+
+def all_gather_uneven(tensor: Tensor, lengths: Sequence[int], axis: Axis, dim: int = 0) -> list[Tensor]:
+    """Every rank's tensor, whose sizes along ``dim`` are ``lengths``: padded to the longest, gathered, cut."""
+    if axis.size == 1:
+        return [tensor]
+    longest = max(lengths)
+    moved = tensor.movedim(dim, 0).contiguous()
+    if moved.shape[0] < longest:
+        moved = torch.cat([moved, moved.new_zeros(longest - moved.shape[0], *moved.shape[1:])])
+    pieces = all_gather(moved, axis).split(longest)
+    return [piece[:length].movedim(0, dim) for piece, length in zip(pieces, lengths, strict=True)]
+
+
+def all_gather_object(value: Any, axis: Axis) -> list[Any]:
+    """Small picklable Python values of every rank, in rank order."""
+    if axis.size == 1:
+        return [value]
+    out: list[Any] = [None] * axis.size
+    dist.all_gather_object(out, value, group=axis.group)
+    return out
+
+
+def barrier(axis: Axis) -> None:
+    """Returns once every rank of the axis has come here."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)
+
+
+# ---------------------------------------------------------------- the ledger
+@dataclass(frozen=True)
+class Entry:
+    """One collective as one rank started it: ``bytes`` are those of the larger of its input and its output."""
+
+    axis: str
+    operation: str
+    bytes: int
+
+
+# Schema names of c10d (in place) and of the functional collectives -> our name.
+_OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+class Ledger(TorchDispatchMode):
+    """Counts every collective that runs inside it, by axis and operation; no layer knows of it.
+
+    Sees torch.distributed's own calls, the functional collectives, and those of FSDP2 and DTensor.
+
+    Example:
+        >>> with Ledger(grid) as ledger:
+        ...     loss.backward()
+        >>> ledger.calls("tensor", "all_reduce"), ledger.bytes("tensor")
+    """
+
+    def __init__(self, grid: Grid | None = None):
+        super().__init__()
+        self.entries: list[Entry] = []
+        self._names: dict[str, str] = {}
+        if grid is not None:
+            for name in reversed(AXIS_NAMES):
+                group = grid.axis(name).group
+                if group is not None:
+                    self._names.setdefault(group.group_name, name)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            operation = _OPERATIONS.get(function._schema.name.split("::")[1])
+            if operation is not None:
+                arguments = [*args, *(kwargs or {}).values()]
+                self.entries.append(Entry(self._axis_of(arguments), operation, _largest_bytes(arguments)))
+        return function(*args, **(kwargs or {}))
+
+    def _axis_of(self, arguments: Sequence[Any]) -> str:
+        for value in arguments:
+            if isinstance(value, str) and (value in self._names or value.isdigit()):
+                name = value
+            elif isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                name = dist.ProcessGroup.unbox(value).group_name
+            else:
+                continue
+            return self._names.get(name, name)
+        return "world"
+
+    def calls(self, axis: str | None = None, operation: str | None = None) -> int:
+        """Number of collectives, of one axis and operation or of all."""
+        return len(self._chosen(axis, operation))
+
+    def bytes(self, axis: str | None = None, operation: str | None = None) -> int:
+        """Bytes of those collectives on this rank (the larger of input and output of each)."""
+        return sum(entry.bytes for entry in self._chosen(axis, operation))
+
+    def _chosen(self, axis: str | None, operation: str | None) -> list[Entry]:
+        return [e for e in self.entries if axis in (None, e.axis) and operation in (None, e.operation)]
+
+    def table(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(axis, operation) -> (calls, bytes)."""
+        rows: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for entry in self.entries:
+            calls, size = rows[entry.axis, entry.operation]
+            rows[entry.axis, entry.operation] = (calls + 1, size + entry.bytes)
+        return dict(rows)
+
+
+def _largest_bytes(arguments: Sequence[Any]) -> int:
+    """Bytes of the largest tensor, or list of tensors, among the arguments."""
+    sizes = [0]
+    for value in arguments:
+        if isinstance(value, Tensor):
+            sizes.append(value.numel() * value.element_size())
+        elif isinstance(value, (list, tuple)):
+            flat = [item for inner in value for item in (inner if isinstance(inner, (list, tuple)) else [inner])]
+            sizes.append(sum(item.numel() * item.element_size() for item in flat if isinstance(item, Tensor)))
+    return max(sizes)
