@@ -1,0 +1,155 @@
+"""Names that people type: the nearest option to a misspelled one, to a short one, to another toolkit's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "grid.tensor": ("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size",
+                    "tensor_model_parallel", "model_parallel_size"),
+    "grid.pipeline": ("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "grid.data": ("dp", "dp_size", "data_parallel_size", "data_parallel_degree"),
+    "grid.context": ("cp", "cp_size", "context_parallel", "context_parallel_size"),
+    "grid.sequence_parallel": ("sp", "sequence_parallel", "enable_sequence_parallel"),
+    "recompute.mode": ("recompute_granularity", "activation_checkpointing", "gradient_checkpointing",
+                       "recompute_activations", "ac", "act_ckpt"),
+    "recompute.layers": ("recompute_num_layers",),
+    "data_parallel.zero": ("zero", "zero_stage", "use_distributed_optimizer", "fsdp"),
+    "data_parallel.bucket_bytes": ("bucket_size", "bucket_cap_mb", "ddp_bucket_size", "reduce_bucket_size"),
+    "precision.mode": ("precision", "dtype", "bf16", "fp16", "fp32", "torch_dtype", "mixed_precision", "amp"),
+    "model.num_layers": ("layers", "n_layer", "n_layers", "num_hidden_layers", "depth"),
+    "model.hidden_size": ("hidden", "n_embd", "d_model", "hidden_dim", "embed_dim", "model_dim", "dim"),
+    "model.num_attention_heads": ("heads", "n_head", "n_heads", "num_heads"),
+    "model.num_key_value_heads": ("kv_heads", "n_kv_heads", "num_kv_heads", "num_query_groups", "n_query_groups"),
+    "model.head_dim": ("kv_channels", "head_size"),
+    "model.ffn_hidden_size": ("ffn", "ffn_size", "intermediate_size", "n_inner", "d_ff", "mlp_dim", "ffn_dim"),
+    "model.vocab_size": ("vocab", "padded_vocab_size", "vocabulary_size"),
+    "model.max_position_embeddings": ("n_positions", "n_ctx", "block_size", "max_sequence_length"),
+    "model.normalization": ("norm", "norm_type"),
+    "model.norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+    "model.position": ("position_embedding_type",),
+    "model.rope_theta": ("rotary_base", "rope_base"),
+    "model.rope_scaling": ("rope_scaling_factor", "rotary_scaling"),
+    "model.activation": ("hidden_act", "activation_function", "act", "swiglu"),
+    "model.bias": ("use_bias", "add_bias_linear", "attention_bias", "mlp_bias"),
+    "model.qkv_bias": ("add_qkv_bias",),
+    "model.tie_embeddings": ("tie_word_embeddings", "untie_embeddings_and_output_weights", "weight_tying", "tied"),
+    "model.dropout": ("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"),
+    "model.attention_dropout": ("attn_pdrop", "attn_dropout"),
+    "model.init_std": ("init_method_std", "initializer_range"),
+    "train.steps": ("steps", "train_iters", "max_steps", "max_iters", "iterations", "num_steps", "num_train_steps"),
+    "train.stop_after": ("exit_interval", "stop_at"),
+    "train.global_batch_size": ("gbs", "bs", "batch_size", "global_batch", "train_batch_size"),
+    "train.micro_batch_size": ("mbs", "micro_batch", "microbatch_size", "microbatch", "per_device_train_batch_size",
+                               "per_device_batch_size", "device_batch_size", "train_micro_batch_size_per_gpu",
+                               "gradient_accumulation_steps", "grad_acc", "grad_accumulation_steps"),
+    "train.sequence_length": ("seq_len", "seq_length", "sequence_len", "seqlen", "max_seq_length", "max_length"),
+    "train.seed": ("seed", "random_seed"),
+    "optimizer.name": ("optim", "optimizer_type"),
+    "optimizer.lr": ("lr", "learning_rate", "max_lr"),
+    "optimizer.betas": ("adam_beta1", "adam_beta2", "beta1", "beta2"),
+    "optimizer.eps": ("adam_eps", "adam_epsilon"),
+    "optimizer.weight_decay": ("wd",),
+    "optimizer.grad_clip": ("clip_grad", "max_grad_norm", "max_norm", "clip", "gradient_clip_val", "grad_norm_clip"),
+    "lr_schedule.name": ("scheduler", "lr_scheduler", "lr_scheduler_type", "lr_decay_style", "schedule"),
+    "lr_schedule.warmup_steps": ("warmup", "warmup_iters", "lr_warmup_iters", "num_warmup_steps"),
+    "lr_schedule.decay_steps": ("lr_decay_iters", "decay_iters"),
+    "lr_schedule.min_ratio": ("min_lr", "min_lr_ratio", "min_lr_rate"),
+    "data.path": ("data_path", "dataset", "train_data_path", "train_file", "dataset_path", "dataset_name"),
+    "data.tokenizer": ("tokenizer", "tokenizer_model", "tokenizer_path", "tokenizer_type", "vocab_file"),
+    "data.held_out": ("split", "val_split", "validation_split", "valid_size"),
+    "data.directory": ("data_cache_path", "cache_dir", "data_dir"),
+    "evaluation.every": ("eval_interval", "eval_steps", "eval_every", "val_check_interval"),
+    "evaluation.steps": ("eval_iters", "limit_val_batches", "eval_batches"),
+    "checkpoint.every": ("save_interval", "save_steps", "save_every", "checkpoint_interval"),
+    "checkpoint.resume": ("load", "resume", "resume_from_checkpoint", "load_checkpoint"),
+    "logging.every": ("log_interval", "logging_steps", "log_every", "log_every_n_steps"),
+    "logging.tensorboard": ("tensorboard_dir", "tensorboard", "report_to"),
+    "logging.profile": ("profile", "profiler"),
+    "launch.processes": ("nproc", "nproc_per_node", "num_processes", "world_size", "nprocs", "num_gpus", "gpus"),
+    "run.directory": ("output_dir", "out_dir", "save", "save_dir", "run_dir", "work_dir", "workdir"),
+}  # fmt: skip
+
+_NOT_BUILT: Mapping[str, str] = {
+    "pipeline": "pipeline schedules come with pipeline parallelism",
+    "grid.overlap": "overlapping communication with matrix products",
+    "recompute.operations": "choosing operations by hand",
+    "recompute.budget_bytes": "recomputing to a memory budget",
+    "data_parallel.shard_size": "sharded optimizer state (ZeRO)",
+    "data_parallel.reduce": "reducing once a step is what is done",
+    "precision.loss_scale": "fp16 and its loss scale",
+    "precision.loss_scale_interval": "fp16 and its loss scale",
+    "train.compile": "torch.compile over a run",
+    "data.packing": "packing modes; samples run over the ends of documents",
+    "checkpoint.keep": "keeping only some checkpoints",
+    "checkpoint.asynchronous": "saving beside the training",
+    "checkpoint.init_from": "starting from another run's weights",
+    "logging.wandb": "Weights & Biases; a logger of your own comes in by plugins=",
+    "logging.trace": "tracing; logging.profile=FIRST:LAST writes a profiler window",
+    "launch.preempted_exit": "exit codes for preempted jobs",
+    "kernels": "a choice of kernels; all run in plain torch",
+    "cluster": "descriptions of clusters",
+}
+
+
+def not_built(key: str) -> str | None:
+    """Why ``key``, which this design has a place for, is refused for now; None for any other key."""
+    section = key.partition(".")[0]
+    reason = _NOT_BUILT.get(key) or _NOT_BUILT.get(section)
+    return None if reason is None else f"{key}: not built yet ({reason}); leave it out"
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str | None:
+    """The option that was most likely meant, among ``known``; None where nothing is near."""
+    known = list(known)
+    name = key.strip("+~").lower().replace("-", "_")
+    leaf = name.rpartition(".")[2]
+    for candidate, aliases in _ALIASES.items():
+        if candidate in known and (name in aliases or leaf in aliases):
+            return candidate
+    by_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
+    section = name.partition(".")[0]
+    same = [candidate for candidate in by_leaf if difflib.SequenceMatcher(None, candidate.partition(".")[0], section).ratio() > 0.5]
+    if same or len(by_leaf) == 1:
+        return (same or by_leaf)[0]
+    return _most_similar(name, leaf, known)
+
+
+def _most_similar(name: str, leaf: str, known: list[str]) -> str | None:
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, name, candidate).ratio()
+        last = difflib.SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
+        same_section = "." in name and candidate.partition(".")[0] == name.partition(".")[0]
+        return max(whole, last - 0.05) + (0.1 if same_section else 0.0)
+
+    aliases = {alias: candidate for candidate, names in _ALIASES.items() if candidate in known for alias in names}
+    close = difflib.get_close_matches(leaf, aliases, 1, 0.85)
+    best = max(known, key=likeness, default=None)
+    if best is not None and likeness(best) >= 0.7:
+        return best
+    return aliases[close[0]] if close else None
+
+
+def unknown_key(key: str, known: Iterable[str], written: str | None = None) -> str:
+    """The refusal of an option that does not exist.
+
+    Args:
+        key: as in the configuration, ``section.name``.
+        known: every key that exists.
+        written: as it was typed, with its value and prefix.
+    """
+    unbuilt = not_built(key)
+    if unbuilt:
+        return unbuilt
+    nearest = nearest_key(key, known)
+    hint = f"nearest: {nearest}" if nearest else "docs/configuration.md lists all"
+    return f"{written or key}: there is no option {key.lstrip('+~')}; {hint}"
+
+
+def nearest_choice(value: Any, choices: Iterable[str]) -> str:
+    """The nearest of a few words, and all of them."""
+    choices = list(choices)
+    close = difflib.get_close_matches(str(value).lower(), choices, 1, 0.4)
+    return (f"nearest: {close[0]}; " if close else "") + f"there are {', '.join(choices)}"
