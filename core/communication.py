@@ -101,6 +101,25 @@ def all_gather_uneven(tensor: Tensor, lengths: Sequence[int], axis: Axis, dim: i
     return [piece[:length].movedim(0, dim) for piece, length in zip(pieces, lengths, strict=True)]
 
 
+def broadcast_from_first(tensors: Sequence[Tensor], axis: Axis, chunk_bytes: int = 2**25) -> None:
+    """In place: every rank's tensors become those of the axis's first rank; small ones travel together."""
+    if axis.size == 1:
+        return
+    chunk: list[Tensor] = []
+    for index, tensor in enumerate(tensors):
+        chunk.append(tensor)
+        following = tensors[index + 1] if index + 1 < len(tensors) else None
+        held = sum(item.numel() * item.element_size() for item in chunk)
+        if following is not None and following.dtype == tensor.dtype and held < chunk_bytes:
+            continue
+        flat = torch.cat([item.flatten() for item in chunk])
+        dist.broadcast(flat, src=axis.ranks[0], group=axis.group)
+        with torch.no_grad():
+            for item, part in zip(chunk, flat.split([item.numel() for item in chunk]), strict=True):
+                item.copy_(part.view_as(item))
+        chunk = []
+
+
 def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     """Small picklable Python values of every rank, in rank order."""
     if axis.size == 1:

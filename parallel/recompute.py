@@ -1,15 +1,91 @@
-"""Activation checkpointing: what is recomputed in the backward pass instead of kept (Korthikanti et al. 2022)."""
+"""Activation checkpointing: what is recomputed in the backward pass instead of kept.
+
+Chen et al. 2016 (arXiv:1604.06174); "selective" recomputes the attention core alone (Korthikanti et al. 2022,
+arXiv:2205.05198, section 5).
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from gridtron.core.options import option
+from gridtron.parallel.dropout import Dropout
 
 
 @dataclass(frozen=True)
 class RecomputeConfig:
     mode: str = option(
-        "none", "what is recomputed: nothing, the attention core, or whole layers", choices=("none", "selective", "full")
+        "none",
+        "what is recomputed: nothing, the attention core, or whole layers",
+        choices=("none", "selective", "full"),
     )
     layers: int | None = option(None, "full: only the first so many layers; null: all", minimum=0)
+
+
+def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str = "full") -> Any:
+    """``function(*args)``, keeping ``args`` instead of what happens inside; the backward pass runs it again.
+
+    Dropout inside draws the masks of the first run: a SampleContext among the arguments says which; without one the
+    call counters of the Dropout modules that ``function`` holds are set back for the second run.
+
+    Args:
+        function: a module, or a callable that closes over modules.
+        args: tensors and anything else.
+        policy: "full" recomputes; "none" calls the function.
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    if policy == "none":
+        return function(*args)
+    if policy != "full":
+        raise ValueError(f'policy={policy!r}: it is "full" (recompute) or "none"')
+    from torch.utils.checkpoint import checkpoint
+
+    counters = [module for module in _modules(function, args) if isinstance(module, Dropout)]
+    before = [module.calls for module in counters]
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _counters_set_back(counters, before)
+
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _counters_set_back(counters: list[Dropout], before: list[int]) -> Iterator[None]:
+    after = [module.calls for module in counters]
+    for module, calls in zip(counters, before, strict=True):
+        module.calls = calls
+    try:
+        yield
+    finally:
+        for module, calls in zip(counters, after, strict=True):
+            module.calls = calls
+
+
+def _modules(function: Any, args: tuple[Any, ...] = ()) -> list[nn.Module]:
+    """Modules that a callable runs: itself, its owner, what it closes over, and modules among the arguments."""
+    found: dict[int, nn.Module] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, nn.Module):
+            found.update((id(module), module) for module in value.modules())
+        elif isinstance(value, functools.partial):
+            for inner in (value.func, *value.args, *value.keywords.values()):
+                look(inner)
+        elif callable(value):
+            if isinstance(getattr(value, "__self__", None), nn.Module):
+                look(value.__self__)
+            for cell in getattr(value, "__closure__", None) or ():
+                if isinstance(cell.cell_contents, nn.Module):
+                    look(cell.cell_contents)
+
+    for value in (function, *args):
+        look(value)
+    return list(found.values())

@@ -1,0 +1,83 @@
+"""Dropout whose mask belongs to the sample, not to the rank that happens to hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gridtron.core.grid import Axis
+from gridtron.core.random import counted_dropout, draw_key, signed
+
+
+@dataclass(frozen=True)
+class SampleContext:
+    """Which samples the rows of a microbatch are: an argument handed down through the model.
+
+    Args:
+        samples: global index of each row in the run's stream.
+    """
+
+    samples: Int[Tensor, "batch"]
+
+
+class Dropout(nn.Module):
+    """Counted dropout on a sequence-first activation ``(sequence, batch, features)``.
+
+    With a SampleContext the mask is a function of (key, sample, place in the sample): equal on every grid and in
+    recomputation. Without one, a counter of this module's calls stands for the samples (research code).
+
+    Args:
+        p: probability of zero, in [0, 1).
+        key: 64 bits; default: drawn from torch's default CPU generator.
+        axis: the tensor axis, where the sequence is split over it (``sequence_parallel``).
+        sequence_parallel: the first dimension is this rank's share of the sequence.
+
+    Raises:
+        ValueError: p outside [0, 1).
+    """
+
+    def __init__(self, p: float, key: int | None = None, axis: Any = None, sequence_parallel: bool = False):
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout p={p} must be at least 0 and under 1")
+        self.p = p
+        self.key = draw_key() if key is None else key
+        self.axis = Axis.of(axis)
+        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        self.calls = 0
+
+    def forward(
+        self, x: Float[Tensor, "sequence batch features"], context: SampleContext | None = None
+    ) -> Float[Tensor, "sequence batch features"]:
+        if not self.training or self.p == 0:
+            return x
+        length, batch, features = x.shape
+        first = length * self.axis.rank if self.sequence_parallel else 0
+        return counted_dropout(
+            x, self.p, signed(self.key), self._samples(context, batch, x.device), 1, [first, 0, 0], [features, 0, 1]
+        )
+
+    def _samples(self, context: SampleContext | None, batch: int, device: torch.device) -> Tensor:
+        if context is not None:
+            return context.samples
+        # Calls and rows have separate halves of the sample index: no two calls share a mask.
+        self.calls += 1
+        return torch.arange(batch, device=device) + (self.calls << 32)
+
+    def attention(
+        self, weights: Float[Tensor, "batch heads query key"], first_head: int, context: SampleContext | None = None
+    ) -> Float[Tensor, "batch heads query key"]:
+        """The same on attention weights; ``first_head`` is the global index of the first head held here."""
+        if not self.training or self.p == 0:
+            return weights
+        batch, _, queries, keys = weights.shape
+        samples = self._samples(context, batch, weights.device)
+        strides = [0, queries * keys, keys, 1]
+        return counted_dropout(weights, self.p, signed(self.key), samples, 0, [0, first_head, 0, 0], strides)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

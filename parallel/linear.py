@@ -1,0 +1,243 @@
+"""Linear layers whose weight is split over a tensor axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gridtron.core.communication import (
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from gridtron.core.grid import Axis
+from gridtron.core.random import draw_key, random_key, uniform_
+from gridtron.core.sharding import Ranges, Sharding, even_ranges, nonempty
+from gridtron.parallel.collectives import gather_from_region, scatter_to_region
+
+
+class TensorParallelLinear(nn.Module):
+    """``y = x W^T + b`` with W split over one axis, by output ("column") or by input ("row") features.
+
+    - column: ``x (..., in) -> (..., out share)``; the input's gradient is summed over the axis.
+    - row: ``x (..., in share) -> (..., out)``; the output is summed over the axis and the bias added once, after.
+    - sequence_parallel: the first dimension of the tensor outside the region is this rank's share of the sequence;
+      column gathers it, row reduces and scatters it (Korthikanti et al. 2022, arXiv:2205.05198).
+
+    Args:
+        in_features, out_features: of the whole layer; shares need not be equal.
+        axis: Axis, one-dimensional DeviceMesh, ProcessGroup, or None (whole).
+        partition: "column" or "row".
+        bias: add a bias; split with the output of a column layer, whole in a row layer.
+        sequence_parallel: as above.
+        gather_output: column only: return the whole output on every rank.
+        init_method: called on the whole weight, of which the share is kept; default as torch.nn.Linear's
+            distribution, drawn from one key that torch's default CPU generator gives, by global index, so that
+            ``torch.manual_seed`` gives the same whole weight on every grid.
+        device, dtype: of the parameters.
+        rows: the ranges of split features that each rank holds, instead of even shares (attention heads).
+
+    Raises:
+        ValueError: an unknown partition, or options that do not go together.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Any = None,
+        partition: str = "column",
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rows: Sequence[Ranges] | None = None,
+    ):
+        super().__init__()
+        if partition not in ("column", "row"):
+            raise ValueError(f'partition={partition!r}: it is "column" (split the outputs) or "row" (split the inputs)')
+        if gather_output and partition == "row":
+            raise ValueError("gather_output=True goes with partition='column'; a row layer's output is whole already")
+        if min(in_features, out_features) < 1:
+            raise ValueError(f"in_features={in_features} and out_features={out_features} must be at least 1")
+        self.axis = Axis.of(axis)
+        self.in_features, self.out_features = in_features, out_features
+        self.partition, self.gather_output = partition, gather_output
+        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        dim = 0 if partition == "column" else 1
+        length = (out_features, in_features)[dim]
+        if rows is None:
+            rows = [nonempty(piece) for piece in even_ranges(length, self.axis.size)]
+        weight = Sharding((out_features, in_features), dim, tuple(rows))
+        self.shardings = {"weight": weight}
+        self.weight = nn.Parameter(torch.empty(weight.local_shape(self.axis.rank), device=device, dtype=dtype))
+        if bias:
+            if partition == "column":
+                self.shardings["bias"] = Sharding((out_features,), 0, tuple(rows))
+            else:
+                # With sequence parallelism the bias is added to this rank's share of the sequence only.
+                self.shardings["bias"] = Sharding.whole((out_features,), partial=self.sequence_parallel)
+            shape = self.shardings["bias"].local_shape(self.axis.rank)
+            self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters(init_method)
+
+    def reset_parameters(self, init_method: Callable[[Tensor], Any] | None = None) -> None:
+        """Draws the weights anew: the whole weight is the same on every grid."""
+        key = draw_key()
+        bound = 1 / math.sqrt(self.in_features)
+        if init_method is None:
+            uniform_(self.weight, key, self.shardings["weight"], self.axis.rank, -bound, bound)
+        elif self.weight.device.type != "meta":
+            whole = torch.empty(self.shardings["weight"].shape, device=self.weight.device, dtype=self.weight.dtype)
+            init_method(whole)
+            with torch.no_grad():
+                self.weight.copy_(take_rows(whole, self.shardings["weight"], self.axis.rank))
+        if self.bias is not None:
+            bias_key = random_key(key, "parameter", "bias")
+            uniform_(self.bias, bias_key, self.shardings["bias"], self.axis.rank, -bound, bound)
+
+    def forward(self, x: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch out"]:
+        if self.partition == "column":
+            (y,) = column_linear(x, [(self.weight, self.bias)], self.axis, self.sequence_parallel)
+            if self.gather_output:
+                lengths = tuple(self.shardings["weight"].local_shape(rank)[0] for rank in range(self.axis.size))
+                y = gather_from_region(y, self.axis, -1, lengths)
+            return y
+        return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+
+    def split_input(self, x: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch share"]:
+        """A row layer's share of an input that every rank holds whole."""
+        return scatter_to_region(x, self.axis, -1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, {self.partition}, bias={self.bias is not None}, "
+            f"{describe_share(self.shardings['weight'], self.axis)}"
+        )
+
+
+def describe_share(sharding: Sharding, axis: Axis) -> str:
+    """ "rows 0:2048 of 4096, tensor 0 of 2", or "whole"."""
+    if axis.size == 1 or sharding.dim is None:
+        return "whole"
+    held = " ".join(f"{start}:{stop}" for start, stop in sharding.ranges(axis.rank)) or "none"
+    kind = "rows" if sharding.dim == 0 else "columns"
+    return f"{kind} {held} of {sharding.shape[sharding.dim]}, {axis.name} {axis.rank} of {axis.size}"
+
+
+def take_rows(whole: Tensor, sharding: Sharding, rank: int) -> Tensor:
+    """A rank's share of a whole tensor."""
+    if sharding.dim is None:
+        return whole
+    pieces = [whole.narrow(sharding.dim, start, stop - start) for start, stop in sharding.ranges(rank)]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces, sharding.dim) if pieces else whole.narrow(sharding.dim, 0, 0)
+
+
+# ---------------------------------------------------------------- the products
+def column_linear(
+    x: Float[Tensor, "*batch features"],
+    layers: Sequence[tuple[Tensor, Tensor | None]],
+    axis: Axis,
+    sequence_parallel: bool = False,
+) -> tuple[Tensor, ...]:
+    """Several column-parallel products of one input: one gather forward, one reduction of its gradient backward.
+
+    Args:
+        x: (..., in); with sequence_parallel this rank's share of the first dimension.
+        layers: pairs (weight (out share, in), bias (out share) or None), as q, k and v.
+
+    Returns:
+        One (..., out share) a layer.
+    """
+    if len(layers) == 1 and axis.size == 1:
+        return (F.linear(x, *layers[0]),)
+    return _ColumnLinear.apply(x, axis, sequence_parallel and axis.size > 1, *(t for pair in layers for t in pair))
+
+
+def row_linear(
+    x: Float[Tensor, "*batch share"], weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool = False
+) -> Float[Tensor, "*batch out"]:
+    """Row-parallel product: (..., in share) -> (..., out), summed over the axis, the bias added once."""
+    if axis.size == 1:
+        return F.linear(x, weight, bias)
+    y = _RowLinear.apply(x, weight, axis, sequence_parallel)
+    return y if bias is None else y + bias
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, *parameters: Tensor | None) -> Any:
+        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+        weights = parameters[::2]
+        # With sequence parallelism only the share is kept: the whole is gathered again for the weight's gradient.
+        ctx.save_for_backward(x, *weights)
+        ctx.has_bias = [bias is not None for bias in parameters[1::2]]
+        whole = all_gather(x, axis) if sequence_parallel else x
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        axis, needs = ctx.axis, ctx.needs_input_grad
+        needs_weight = any(needs[3:])
+        flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        whole, gathered = start_all_gather(x, axis) if ctx.sequence_parallel and needs_weight else (x, None)
+        grad_x = reduced = None
+        if needs[0]:
+            grad_x = flat[0] @ weights[0]
+            for gradient, weight in zip(flat[1:], weights[1:], strict=True):
+                grad_x.addmm_(gradient, weight)
+            shape = (*gradients[0].shape[:-1], x.shape[-1])
+            grad_x = grad_x.view(shape)
+            # The weights' gradients are computed while the input's travels.
+            if ctx.sequence_parallel:
+                if gathered is not None:
+                    gathered.wait()
+                grad_x, reduced = start_reduce_scatter(grad_x, axis)
+            else:
+                reduced = start_all_reduce(grad_x, axis)
+        elif gathered is not None:
+            gathered.wait()
+        rows = whole.reshape(-1, whole.shape[-1])
+        grads: list[Tensor | None] = []
+        for index, gradient in enumerate(flat):
+            grads.append(gradient.t() @ rows if needs[3 + 2 * index] else None)
+            grads.append(gradient.sum(0) if ctx.has_bias[index] and needs[4 + 2 * index] else None)
+        if reduced is not None:
+            reduced.wait()
+        return grad_x, None, None, *grads
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+        ctx.save_for_backward(x, weight)
+        y = F.linear(x, weight)
+        return reduce_scatter(y, axis) if sequence_parallel else all_reduce(y, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            gradient = all_gather(gradient, ctx.axis)
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        grad_x = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None

@@ -1,0 +1,121 @@
+"""The parameters of any module with their grid-independent names and shardings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gridtron.core.communication import all_gather_uneven, all_reduce
+from gridtron.core.grid import Axis
+from gridtron.core.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """One parameter, its name in the model of one process, and how it lies over which axis."""
+
+    name: str
+    parameter: nn.Parameter
+    sharding: Sharding
+    axis: Axis
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside wrappers that leave no trace in names: DataParallel, DistributedDataParallel, torch.compile."""
+    while True:
+        if getattr(model, "leaves_no_trace", False) or isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module  # type: ignore[assignment]
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def named_parameters(model: nn.Module) -> list[NamedParameter]:
+    """Every parameter once (a tied weight under its first name), in the order of the modules.
+
+    A module states the shardings of its own parameters in ``module.shardings`` (name -> Sharding) over ``module.axis``;
+    all others are whole on every rank.
+    """
+    found: list[NamedParameter] = []
+    seen: set[nn.Parameter] = set()
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        inner = unwrap(module)
+        shardings = getattr(inner, "shardings", {})
+        for name, parameter in inner.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                sharding = shardings.get(name) or Sharding.whole(tuple(parameter.shape))
+                axis = inner.axis if name in shardings else Axis("tensor")
+                assert isinstance(axis, Axis), axis
+                found.append(NamedParameter(prefix + name, parameter, sharding.named(prefix + name), axis))
+        for name, child in inner.named_children():
+            walk(child, f"{prefix}{name}.")
+
+    walk(model, "")
+    return found
+
+
+def gather_whole(local: Tensor, sharding: Sharding, axis: Axis) -> Tensor:
+    """The whole tensor from every rank's rows, on every rank."""
+    if sharding.dim is None or axis.size == 1:
+        return local
+    dim = sharding.dim
+    lengths = [sharding.local_shape(rank)[dim] for rank in range(axis.size)]
+    whole = local.new_empty(sharding.shape)
+    for rank, piece in enumerate(all_gather_uneven(local, lengths, axis, dim)):
+        for (start, stop), (low, high) in sharding.local_slices(rank, ((0, sharding.shape[dim]),)):
+            whole.narrow(dim, start, stop - start).copy_(piece.narrow(dim, low, high - low))
+    return whole
+
+
+def sum_among_holders(gradients: list[tuple[Tensor, Sharding, Axis]]) -> None:
+    """In place: sums what each rank holds only a part of, because its Sharding says so.
+
+    Two kinds: parameters whose gradient is partial on every rank, and rows (KV heads) that several ranks hold. One
+    reduction an axis and dtype.
+    """
+    by_axis: dict[tuple[str, torch.dtype], list[tuple[Tensor, Sharding, Axis]]] = {}
+    for gradient, sharding, axis in gradients:
+        if axis.size > 1 and (sharding.partial or sharding.shared()):
+            by_axis.setdefault((axis.name, gradient.dtype), []).append((gradient, sharding, axis))
+    for group in by_axis.values():
+        pieces = [_shared_part(*item) for item in group]
+        flat = torch.cat([piece.flatten() for piece in pieces])
+        all_reduce(flat, group[0][2])
+        parts = flat.split([piece.numel() for piece in pieces])
+        for (gradient, sharding, axis), piece, part in zip(group, pieces, parts, strict=True):
+            _write_shared_part(gradient, sharding, axis, part.view_as(piece))
+
+
+def _shared_part(gradient: Tensor, sharding: Sharding, axis: Axis) -> Tensor:
+    """What is to be summed: the whole gradient, or the rows that several ranks hold (zero where this one does not)."""
+    if sharding.dim is None:
+        return gradient
+    dim, shared = sharding.dim, sharding.shared()
+    length = sum(stop - start for start, stop in shared)
+    part = gradient.new_zeros(*gradient.shape[:dim], length, *gradient.shape[dim + 1 :])
+    for place, low, high in _shared_places(sharding, axis.rank):
+        part.narrow(dim, place, high - low).copy_(gradient.narrow(dim, low, high - low))
+    return part
+
+
+def _write_shared_part(gradient: Tensor, sharding: Sharding, axis: Axis, part: Tensor) -> None:
+    if sharding.dim is None:
+        gradient.copy_(part)
+        return
+    for place, low, high in _shared_places(sharding, axis.rank):
+        gradient.narrow(sharding.dim, low, high - low).copy_(part.narrow(sharding.dim, place, high - low))
+
+
+def _shared_places(sharding: Sharding, rank: int) -> list[tuple[int, int, int]]:
+    """(place among the shared rows, local start, local stop) of each shared run that ``rank`` holds."""
+    shared = sharding.shared()
+    found = []
+    for (start, _), (low, high) in sharding.local_slices(rank, shared):
+        before = sum(min(stop, start) - first for first, stop in shared if first < start)
+        found.append((before, low, high))
+    return found
