@@ -92,8 +92,8 @@ def _open_mpi(environment: Mapping[str, str]) -> Launcher:
     address = environment.get("MASTER_ADDR")
     if address is None and local_world_size < world_size:
         raise ValueError(
-            f"mpirun started {world_size} processes, {local_world_size} of them on this machine, and MASTER_ADDR is not "
-            "set: name the machine of rank 0, as in mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500 ..."
+            f"mpirun started {world_size} processes, {local_world_size} of them here, and MASTER_ADDR is not set: "
+            "name the machine of rank 0, as in mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500 ..."
         )
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
     return _joined(launcher, address or "127.0.0.1", environment, zlib.crc32(job.encode()))

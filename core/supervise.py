@@ -32,7 +32,7 @@ from gridtron.core.launch import Launcher, local_cores
 _GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 _LONGEST_REPORT = 48 * 1024
-"""Bytes: a report must fit into a pipe's buffer (64 KiB on Linux), since its reader reads only when the rank is gone."""
+"""Bytes: a report must fit into a pipe's buffer (64 KiB on Linux), which is read only when the rank is gone."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -359,4 +359,6 @@ def _where(rank: int, processes: int, describe: Callable[[int], str] | None) -> 
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()

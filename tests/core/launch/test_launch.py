@@ -1,6 +1,7 @@
 """Who am I, from the variables of every launcher."""
 
 import pytest
+
 from gridtron.core.launch import Launcher, expand_counts, expand_nodes, find_launcher
 
 TORCHRUN = {
@@ -88,7 +89,7 @@ def test_every_launcher_is_read(environment: dict[str, str], expected: Launcher)
     ],
 )
 def test_half_set_variables_are_named(environment: dict[str, str], named: str) -> None:
-    with pytest.raises(ValueError, match="^[^\n]*$") as refused:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
         find_launcher(environment)
     assert named in str(refused.value)
 

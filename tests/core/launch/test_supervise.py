@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from gridtron.core.errors import JobError
 from gridtron.core.grid import Grid
 from gridtron.core.launch import Launcher

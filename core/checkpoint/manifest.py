@@ -1,0 +1,240 @@
+"""What a checkpoint holds, as JSON: read as data, checked in every number, never executed.
+
+Data files are in the safetensors format, and their headers are a function of the manifest: a file whose first bytes
+are not exactly that header is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gridtron.core.checkpoint.layout import MANIFEST, CheckpointError, open_regular
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "gridtron-checkpoint"
+VERSION = 1
+DATA_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+ALIGNMENT = 64
+"""Bytes: where the data begins in a data file. Pieces follow without gaps, wider elements first, so each is aligned."""
+_LARGEST_MANIFEST = 1 << 30
+
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+"""safetensors' code -> torch's name and bytes an element."""
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """safetensors' code of a dtype.
+
+    Raises:
+        CheckpointError: a dtype without one.
+    """
+    name = str(dtype).removeprefix("torch.")
+    for code, (torch_name, _) in DTYPES.items():
+        if torch_name == name:
+            return code
+    raise CheckpointError(f"a checkpoint cannot hold {name}; it holds {', '.join(name for name, _ in DTYPES.values())}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor and where its bytes lie.
+
+    Args:
+        offsets, sizes: of the box, along each dimension of the whole tensor.
+        file: name of the data file.
+        start: first byte in that file.
+        crc32: of the bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    crc32: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: safetensors' code of its dtype, its whole shape, its pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def bytes_of(self, piece: Piece) -> int:
+        return piece.numel * DTYPES[self.dtype][1]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A whole checkpoint: tensors by name, sizes of the data files in bytes, and the run's own values."""
+
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, int]
+    extra: Mapping[str, Any]
+
+    def to_json(self) -> bytes:
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "extra": dict(self.extra),
+            "files": dict(self.files),
+            "tensors": {
+                name: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "pieces": [piece.__dict__ for piece in entry.pieces],
+                }
+                for name, entry in self.tensors.items()
+            },
+        }
+        return (json.dumps(content, indent=1, allow_nan=True) + "\n").encode()
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of the checkpoint in ``folder``, with every number checked.
+
+        Raises:
+            CheckpointError: naming the file and what is wrong with it.
+        """
+        path = folder / MANIFEST
+        with open_regular(path) as file:
+            content = file.read(_LARGEST_MANIFEST + 1)
+        if len(content) > _LARGEST_MANIFEST:
+            raise CheckpointError(f"{path} is larger than {_LARGEST_MANIFEST} bytes; use another checkpoint")
+        try:
+            return _parse(json.loads(content.decode()))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(
+                f"{path} is not the manifest of a checkpoint ({reason[:200]}); it is damaged or was written by "
+                "something else, and nothing of it was used; use another checkpoint"
+            ) from None
+
+    def header(self, file: str) -> bytes:
+        """The first bytes of a data file: safetensors' header over the pieces in it."""
+        pieces = [
+            (piece.start, entry.bytes_of(piece), name, entry.dtype, piece)
+            for name, entry in self.tensors.items()
+            for piece in entry.pieces
+            if piece.file == file
+        ]
+        ordered = sorted(pieces, key=lambda item: item[:3])
+        return header_bytes([(name, dtype, piece.offsets, piece.sizes) for _, _, name, dtype, piece in ordered])
+
+
+Box = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+"""A tensor's name, safetensors' code of its dtype, a piece's offsets and sizes."""
+
+
+def header_bytes(boxes: Sequence[Box]) -> bytes:
+    """safetensors' header over boxes that follow one another: 8 bytes of length, then JSON, padded with blanks to
+    ALIGNMENT. Its places count from its own end."""
+    described: dict[str, Any] = {}
+    position = 0
+    for name, dtype, offsets, sizes in boxes:
+        stop = position + math.prod(sizes) * DTYPES[dtype][1]
+        label = f"{name}@{','.join(map(str, offsets))}"
+        described[label] = {"dtype": dtype, "shape": sizes, "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(described, separators=(",", ":")).encode()
+    padding = -(8 + len(text)) % ALIGNMENT
+    return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
+
+
+def _parse(content: Any) -> Manifest:
+    if content.get("format") != FORMAT:
+        raise ValueError(f"its format is {content.get('format')!r} and should be {FORMAT!r}")
+    if content["version"] != VERSION:
+        raise ValueError(f"its version is {content['version']!r} and this program reads {VERSION}")
+    files = {}
+    for name, size in content["files"].items():
+        if not DATA_FILE.fullmatch(name):
+            raise ValueError(f"the data file {name!r} should be named like rank-00000.safetensors")
+        files[name] = _natural(size, f"size of {name}")
+    tensors = {name: _parse_tensor(name, entry, files) for name, entry in content["tensors"].items()}
+    if not isinstance(content["extra"], dict):
+        raise ValueError("extra is not an object")
+    return Manifest(tensors, files, content["extra"])
+
+
+def _parse_tensor(name: str, content: Any, files: Mapping[str, int]) -> TensorEntry:
+    if content["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {content['dtype']!r}")
+    shape = tuple(_natural(size, f"shape of {name}") for size in content["shape"])
+    pieces = []
+    for item in content["pieces"]:
+        piece = Piece(
+            tuple(_natural(value, f"offset of {name}") for value in item["offsets"]),
+            tuple(_natural(value, f"size of {name}") for value in item["sizes"]),
+            str(item["file"]),
+            _natural(item["start"], f"start of {name}"),
+            _natural(item["crc32"], f"crc32 of {name}"),
+        )
+        pieces.append(piece)
+    entry = TensorEntry(content["dtype"], shape, tuple(pieces))
+    for piece in pieces:
+        if piece.file not in files:
+            raise ValueError(f"{name} lies in {piece.file!r}, which is none of the data files")
+        if piece.start + entry.bytes_of(piece) > files[piece.file]:
+            raise ValueError(
+                f"{name} ends at byte {piece.start + entry.bytes_of(piece)} of {piece.file}, which has {files[piece.file]}"
+            )
+    _check_cover(name, entry)
+    return entry
+
+
+def _check_cover(name: str, entry: TensorEntry) -> None:
+    """Pieces lie one after another along one dimension, without a gap and without an overlap."""
+    shape, pieces = entry.shape, entry.pieces
+    if any(len(piece.offsets) != len(shape) or len(piece.sizes) != len(shape) for piece in pieces):
+        raise ValueError(f"{name} has the shape {list(shape)} and a piece with another number of dimensions")
+    split = [
+        dim
+        for dim, length in enumerate(shape)
+        if any(piece.offsets[dim] != 0 or piece.sizes[dim] != length for piece in pieces)
+    ]
+    if len(split) > 1 or not pieces:
+        raise ValueError(f"{name} of shape {list(shape)} has {len(pieces)} pieces, split along dimensions {split}")
+    if not split:
+        if len(pieces) > 1:
+            raise ValueError(f"{name} has {len(pieces)} whole pieces")
+        return
+    covered = 0
+    for piece in sorted(pieces, key=lambda piece: piece.offsets[split[0]]):
+        if piece.offsets[split[0]] != covered or piece.sizes[split[0]] == 0:
+            raise ValueError(
+                f"{name}: along dimension {split[0]} a piece begins at {piece.offsets[split[0]]}, not {covered}"
+            )
+        covered += piece.sizes[split[0]]
+    if covered != shape[split[0]]:
+        raise ValueError(f"{name}: pieces cover {covered} of {shape[split[0]]} along dimension {split[0]}")
+
+
+def _natural(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{what} is {value!r:.40} and should be a number from 0")
+    return value

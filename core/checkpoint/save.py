@@ -1,0 +1,65 @@
+"""Saves a run's state: written aside, made durable, renamed; the checkpoint before stays until then."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gridtron.core.checkpoint.layout import CheckpointError, latest_checkpoint
+from gridtron.core.checkpoint.tensors import ShardedTensorView
+
+if TYPE_CHECKING:
+    from gridtron.core.grid import Grid
+
+
+def save(path: Path, state: Mapping[str, ShardedTensorView], extra: Mapping[str, Any], grid: Grid) -> None:
+    """Writes ``state`` and ``extra`` as the checkpoint ``path``; every rank of ``grid`` calls it.
+
+    Args:
+        path: folder of the checkpoint, as :func:`gridtron.core.checkpoint.layout.step_path` names it.
+        state: this rank's part of every tensor it holds, under grid-independent names.
+        extra: JSON values, the same on every rank.
+        grid: of the run; a grid without torch.distributed saves alone.
+
+    Raises:
+        CheckpointError: on every rank alike, where one of them could not write; nothing half-written is left, and the
+            checkpoints before are as they were.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from gridtron.core.checkpoint.planning import SavePlanner, entries
+    from gridtron.core.checkpoint.storage import Writer
+
+    writer = Writer(path, grid.rank, dict(extra))
+    try:
+        with warnings.catch_warnings():
+            # DCP warns wherever there is one process.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                entries(state, writing=True), storage_writer=writer, planner=SavePlanner(), no_dist=grid.mesh is None
+            )
+    except CheckpointException as failure:
+        if grid.rank == 0:
+            writer.discard()
+        raise _explained(failure, path) from None
+
+
+def _explained(failure: Any, path: Path) -> Exception:
+    """What ranks report together, as the one error that all of them raise."""
+    rank, (error, _) = min(failure.failures.items())
+    if isinstance(error, CheckpointError):
+        return CheckpointError(str(error), agreed=True)
+    if isinstance(error, OSError):
+        kept = latest_checkpoint(path.parent)
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return CheckpointError(
+            f"rank {rank} could not write the checkpoint {path.name}: {reason} ({error.filename or path.parent}).\n"
+            + (f"The checkpoint before, {kept.name}, is intact. " if kept else "There is no checkpoint before it. ")
+            + "Make room or choose another run.directory, and start the same command again to go on.",
+            agreed=True,
+        )
+    return RuntimeError(f"saving {path} failed\n{failure}")
