@@ -199,10 +199,9 @@ def _parse_tensor(name: str, content: Any, files: Mapping[str, int]) -> TensorEn
     for piece in pieces:
         if piece.file not in files:
             raise ValueError(f"{name} lies in {piece.file!r}, which is none of the data files")
-        if piece.start + entry.bytes_of(piece) > files[piece.file]:
-            raise ValueError(
-                f"{name} ends at byte {piece.start + entry.bytes_of(piece)} of {piece.file}, which has {files[piece.file]}"
-            )
+        stop = piece.start + entry.bytes_of(piece)
+        if stop > files[piece.file]:
+            raise ValueError(f"{name} ends at byte {stop} of {piece.file}, which has {files[piece.file]}")
     _check_cover(name, entry)
     return entry
 

@@ -173,8 +173,8 @@ class Reader(StorageReader):
             with memoryview(content) as view, view[piece.start : piece.start + length] as part:
                 if zlib.crc32(part) != piece.crc32:
                     raise CheckpointError(
-                        f"{self.path / piece.file}: the bytes of {item.storage_index.fqn} are not those that were written "
-                        "(checksum differs); use another checkpoint"
+                        f"{self.path / piece.file}: the bytes of {item.storage_index.fqn} are not those that were "
+                        "written (checksum differs); use another checkpoint"
                     )
         dtype = getattr(torch, DTYPES[entry.dtype][0])
         saved = torch.frombuffer(content, dtype=dtype, count=piece.numel, offset=piece.start).view(piece.sizes)
@@ -198,7 +198,7 @@ def open_for_writing(path: Path) -> BinaryIO:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements in row-major order, as bytes; copied only from a device or from strided memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _box(item: WriteItem) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:

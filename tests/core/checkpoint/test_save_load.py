@@ -272,7 +272,7 @@ class FullDisk:
     """A file on a disk that is full after ``room`` bytes."""
 
     def __init__(self, path: Path, room: int):
-        self.file, self.room = open(path, "xb"), room
+        self.file, self.room = real_open(path), room
 
     def __enter__(self) -> "FullDisk":
         return self
