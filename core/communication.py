@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridtron.core.grid import AXIS_NAMES, Axis
+from gridtron.core.torch_compat import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
@@ -54,7 +55,7 @@ def start_all_gather(tensor: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     if axis.size == 1:
         return tensor, Done()
     out = tensor.new_empty(axis.size * tensor.shape[0], *tensor.shape[1:])
-    return out, dist.all_gather_into_tensor(out, tensor.contiguous(), group=axis.group, async_op=True)
+    return out, all_gather_single(out, tensor.contiguous(), group=axis.group, async_op=True)
 
 
 def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
@@ -79,7 +80,7 @@ def start_reduce_scatter(tensor: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
             f"nearest lengths: {length * axis.size}, {(length + 1) * axis.size}"
         )
     out = tensor.new_empty(length, *tensor.shape[1:])
-    return out, dist.reduce_scatter_tensor(out, tensor.contiguous(), group=axis.group, async_op=True)
+    return out, reduce_scatter_single(out, tensor.contiguous(), group=axis.group, async_op=True)
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:

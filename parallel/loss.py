@@ -80,7 +80,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         share = logits.shape[-1]
         wide = wide_dtype(logits.dtype)
-        flat = logits.reshape(-1, share)
+        # Detached: a view made here of a tensor that autograd tracks could not be changed in place.
+        flat = logits.detach().reshape(-1, share)
         target = target.reshape(-1)
         start, total = _vocabulary_place(share, vocabulary, axis, logits.device)
         ignored = target == ignore_index
@@ -98,7 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
         place = torch.where(own, local, 0)
         sums = exponents.new_empty(2, tokens)
         if share:
-            torch.where(own, exponents.gather(1, place.unsqueeze(1)).squeeze(1), 0, out=sums[1])
+            sums[1].copy_(exponents.gather(1, place.unsqueeze(1)).squeeze(1)).masked_fill_(~own, 0)
         else:
             sums[1].zero_()
         exponents.exp_()
