@@ -94,6 +94,24 @@ _NOT_BUILT: Mapping[str, str] = {
 }
 
 
+_NOT_BUILT_VALUES: Mapping[tuple[str, Any], str] = {
+    ("precision.mode", "fp16"): "fp16 needs a loss scale, which is not built yet; nearest: bf16, or fp32 on a CPU",
+    ("recompute.mode", "auto"): "choosing what to recompute to a memory budget is not built yet; nearest: selective",
+    ("data_parallel.zero", 1): "sharded optimizer state (ZeRO) is not built yet; set data_parallel.zero=0",
+    ("data_parallel.zero", 2): "sharded gradients (ZeRO) are not built yet; set data_parallel.zero=0",
+    ("data_parallel.zero", 3): "sharded parameters (ZeRO) are not built yet; set data_parallel.zero=0",
+}
+
+
+def not_built_value(key: str, value: Any) -> str | None:
+    """Why a value that the design has a place for is refused for now; None for any other."""
+    if isinstance(value, (dict, list)):
+        return None
+    if key in ("grid.pipeline", "grid.context") and isinstance(value, int) and value > 1:
+        return f"{key.partition('.')[2]} parallelism is not built yet; set {key}=1"
+    return _NOT_BUILT_VALUES.get((key, value))
+
+
 def not_built(key: str) -> str | None:
     """Why ``key``, which this design has a place for, is refused for now; None for any other key."""
     section = key.partition(".")[0]

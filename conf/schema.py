@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
+from gridtron.conf.names import not_built_value, unknown_key
+from gridtron.conf.refusal import Refusal
 from gridtron.conf.values import Violation, convert, describe_type
 from gridtron.core.checkpoint.config import CheckpointConfig
 from gridtron.core.data.config import DataConfig
@@ -23,6 +25,9 @@ from gridtron.parallel.recompute import RecomputeConfig
 PLUGIN_KEY = "plugin"
 """In a section's dictionary: the name under which a plugin registered the section's dataclass."""
 
+CHOICES_KEY = "choices"
+"""In the dictionary of a whole plan: the option files that were chosen, group -> name."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -30,7 +35,8 @@ class Plan:
 
     ``model``, ``optimizer``, ``lr_schedule`` and ``data`` hold a plugin's own dataclass where one was chosen by name
     (``model=NAME``); ``parts`` then maps the section to that name. ``callbacks`` and ``loggers`` map the names that
-    plugins registered to their dataclasses.
+    plugins registered to their dataclasses. ``choices`` remembers which option files were chosen, group -> name: choosing
+    the same again when a run is continued changes nothing.
     """
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -51,6 +57,7 @@ class Plan:
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     loggers: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 SECTIONS: Mapping[str, type] = {
@@ -109,6 +116,13 @@ def all_options(schemas: Mapping[str, type] = SECTIONS) -> dict[str, Option]:
     return found
 
 
+def check_option(entry: Option, value: Any) -> Any | Violation:
+    """``value`` as the option holds it, or what is wrong with it."""
+    unbuilt = not_built_value(entry.key, value)
+    found = Violation(unbuilt) if unbuilt else convert(value, entry.annotation, entry.metadata)
+    return found.at(entry.key, value) if isinstance(found, Violation) else found
+
+
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain dictionaries, lists, strings and numbers: what YAML and JSON can hold."""
     result: dict[str, Any] = {}
@@ -120,6 +134,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         parts = getattr(plan, section)
         if parts:
             result[section] = {name: _plain(part) for name, part in parts.items()}
+    if plan.choices:
+        result[CHOICES_KEY] = dict(plan.choices)
     return result
 
 
@@ -137,16 +153,12 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
     registry = load_plugins(modules) if modules else Registry()
     plan, violations = build_plan(values, registry)
     if violations:
-        from gridtron.conf.refusal import Refusal
-
         raise Refusal([violation.message for violation in violations])
     return plan
 
 
 def build_plan(values: Mapping[str, Any], registry: Any) -> tuple[Plan, list[Violation]]:
     """A plan from nested dictionaries, and what does not fit; a part that does not fit keeps its default."""
-    from gridtron.conf.names import unknown_key
-
     violations: list[Violation] = []
     sections: dict[str, Any] = {}
     chosen: dict[str, str] = {}
@@ -169,6 +181,8 @@ def build_plan(values: Mapping[str, Any], registry: Any) -> tuple[Plan, list[Vio
                 violations.append(modules.at("plugins", content))
             else:
                 sections[section] = tuple(modules)
+        elif section == CHOICES_KEY and isinstance(content, Mapping):
+            sections[section] = {str(group): str(name) for group, name in content.items() if name is not None}
         elif section in SECTIONS:
             message = f"{section}={content!r}: {section} is a group of options; write {section}.NAME=VALUE"
             violations.append(Violation(message, {section}))
@@ -208,8 +222,6 @@ def _unknown_part(section: str, name: Any, registry: Any) -> Violation:
 def _build_section(
     section: str, schema: type, content: Mapping[str, Any], known: list[str], violations: list[Violation]
 ) -> Any:
-    from gridtron.conf.names import unknown_key
-
     options = {entry.key.removeprefix(f"{section}."): entry for entry in section_options(section, schema)}
     values = {}
     for name, value in content.items():
@@ -217,9 +229,9 @@ def _build_section(
         if name not in options:
             violations.append(Violation(unknown_key(key, known), {key}))
             continue
-        converted = convert(value, options[name].annotation, options[name].metadata)
+        converted = check_option(options[name], value)
         if isinstance(converted, Violation):
-            violations.append(converted.at(key, value))
+            violations.append(converted)
         else:
             values[name] = converted
     return schema(**values)
@@ -228,8 +240,6 @@ def _build_section(
 def _build_parts(
     section: str, parts: Mapping[str, Any], content: Mapping[str, Any], violations: list[Violation]
 ) -> dict[str, Any]:
-    from gridtron.conf.names import unknown_key
-
     built = {}
     for name, values in content.items():
         key = f"{section}.{name}"

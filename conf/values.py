@@ -169,6 +169,8 @@ def _nearest_text(value: Any, annotation: Any, metadata: Mapping[str, Any]) -> s
         return f"; nearest: {round(value)}"
     if isinstance(value, str) and metadata.get("choices"):
         return f"; nearest: {show(_closest(value, metadata['choices']))}"
+    if any(typing.get_origin(kind) is list for kind in kinds) and isinstance(value, (str, int)):
+        return f"; nearest: [{show(value)}]"
     if bool in kinds and value in (0, 1):
         return f"; nearest: {show(bool(value))}"
     return ""
