@@ -92,7 +92,7 @@ class Request:
         Raises:
             Refusal: option files that cannot be composed.
         """
-        base = self._defaults() if self.stored is None else self._stored_base(self.stored)
+        base = self.base() if self.stored is None else self._stored_base(self.stored)
         chosen = {} if self.stored is not None else self.checked.groups
         values = self.files.compose(base, chosen, self.checked.accepted, groups=self.stored is None)
         if self.stored is not None:
@@ -102,7 +102,8 @@ class Request:
             values.get(section, {}).pop(name, None)
         return values
 
-    def _defaults(self) -> dict[str, Any]:
+    def base(self) -> dict[str, Any]:
+        """The default of every option, those of registered callbacks and loggers included."""
         base = plan_to_dict(Plan())
         for section, name in self.checked.groups.items():
             if section in SECTIONS and name in self.registry.parts(section):
@@ -123,8 +124,8 @@ class Request:
                 result[section] = plan_to_dict(Plan())[section] | dict(result.get(section, {}))
         if not fresh:
             return result
-        plain = self.files.compose(self._defaults(), {}, [])
-        wanted = self.files.compose(self._defaults(), fresh, [])
+        plain = self.files.compose(self.base(), {}, [])
+        wanted = self.files.compose(self.base(), fresh, [])
         if "experiment" in fresh:
             _put_changes(result, plain, wanted)
         for group in fresh:

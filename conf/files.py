@@ -38,12 +38,20 @@ class ConfigFiles:
             Refusal: a folder that is not there.
         """
         given = [Path(folder).expanduser().absolute() for folder in config_directories]
-        missing = [f"--config-dir {folder}: no such folder; give one with option files" for folder in given if not folder.is_dir()]
+        missing = [
+            f"--config-dir {folder}: no such folder; give one with option files"
+            for folder in given
+            if not folder.is_dir()
+        ]
         if missing:
             raise Refusal(missing)
         here = Path("conf").absolute()
         names = _own_groups()
-        if here.is_dir() and here.resolve() != PACKAGE.resolve() and any(list((here / name).glob("*.yaml")) for name in names):
+        if (
+            here.is_dir()
+            and here.resolve() != PACKAGE.resolve()
+            and any(list((here / name).glob("*.yaml")) for name in names)
+        ):
             given.append(here)
         return ConfigFiles(tuple(dict.fromkeys(given)))
 
@@ -86,9 +94,7 @@ class ConfigFiles:
             given = _last_value(overrides, section)
             if given is not None:
                 chosen[section] = given
-        return {
-            section: {PLUGIN_KEY: name} for section, name in chosen.items() if name in registry.parts(section)
-        }
+        return {section: {PLUGIN_KEY: name} for section, name in chosen.items() if name in registry.parts(section)}
 
     def _experiment(self, overrides: Sequence[str]) -> Mapping[str, Any]:
         name = _last_value(overrides, "experiment")
@@ -121,7 +127,11 @@ class ConfigFiles:
         arguments = [f"{group}={'null' if name is None else name}" for group, name in chosen.items()] + list(overrides)
         arguments += self.search_path_override()
         first = str(self.directories[0]) if self.directories else None
-        opened = initialize_config_dir(first, version_base="1.3") if first else initialize_config_module("gridtron.conf", version_base="1.3")
+        opened = (
+            initialize_config_dir(first, version_base="1.3")
+            if first
+            else initialize_config_module("gridtron.conf", version_base="1.3")
+        )
         try:
             with opened:
                 composed = compose(_PRIMARY, arguments, return_hydra_config=True)

@@ -129,7 +129,11 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
             return candidate
     by_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
     section = name.partition(".")[0]
-    same = [candidate for candidate in by_leaf if difflib.SequenceMatcher(None, candidate.partition(".")[0], section).ratio() > 0.5]
+    same = [
+        candidate
+        for candidate in by_leaf
+        if difflib.SequenceMatcher(None, candidate.partition(".")[0], section).ratio() > 0.5
+    ]
     if same or len(by_leaf) == 1:
         return (same or by_leaf)[0]
     return _most_similar(name, leaf, known)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from gridtron.conf.names import nearest_choice, nearest_key, unknown_key
@@ -71,10 +71,10 @@ def quote_path(written: str, options: Mapping[str, Option], sweep: bool = False)
         return f"{key}=''" if equals and value == "" and entry is not None and entry.is_path else written
     unquoted = _unquoted(value)
     if unquoted is not None:
-        return f"{key}={_quoted(os.path.expanduser(unquoted))}"
+        return f"{key}={quote_text(os.path.expanduser(unquoted))}"
     if sweep and "," in value:
-        return f"{key}=" + ",".join(_quoted(os.path.expanduser(part)) for part in value.split(","))
-    return f"{key}={_quoted(os.path.expanduser(value))}"
+        return f"{key}=" + ",".join(quote_text(os.path.expanduser(part)) for part in value.split(","))
+    return f"{key}={quote_text(os.path.expanduser(value))}"
 
 
 def _unquoted(value: str) -> str | None:
@@ -88,14 +88,17 @@ def _unquoted(value: str) -> str | None:
     return parsed.text if isinstance(parsed, QuotedString) else None
 
 
-def _quoted(text: str) -> str:
-    from hydra.core.override_parser.types import Quote
-
+def quote_text(text: str) -> str:
+    """Text as one string of Hydra's grammar."""
     return QuotedString(text, Quote.single).with_quotes()
 
 
 def _check_one(
-    written: str, options: Mapping[str, Option], groups: Mapping[str, Sequence[str]], sweep: bool, result: CheckedOverrides
+    written: str,
+    options: Mapping[str, Option],
+    groups: Mapping[str, Sequence[str]],
+    sweep: bool,
+    result: CheckedOverrides,
 ) -> None:
     if "=" not in written and not written.startswith("~"):
         result.violations.append(_bare_word(written, options, groups))
@@ -111,7 +114,9 @@ def _check_one(
     elif override.is_delete():
         _check_delete(written, key, options, result)
     elif override.package is not None:
-        result.violations.append(Violation(f"{written}: groups stand at their own place; write {key}={override.value()}", {key}))
+        result.violations.append(
+            Violation(f"{written}: groups stand at their own place; write {key}={override.value()}", {key})
+        )
     elif key in groups:
         _check_group(written, override, groups[key], sweep, result)
     elif key in options or key.startswith(tuple(f"{name}." for name in _DICTIONARY_KEYS)):
@@ -130,7 +135,9 @@ def _bare_word(written: str, options: Mapping[str, Option], groups: Mapping[str,
         if written in names:
             return Violation(f"{written}: write {group}={written}")
     if written.startswith("-"):
-        return Violation(f"{written}: no such flag; there are -m, --cfg job, --config-dir FOLDER, --help; options are key=value")
+        return Violation(
+            f"{written}: no such flag; there are -m, --cfg job, --config-dir FOLDER, --help; options are key=value"
+        )
     if written in options or (nearest := nearest_key(written, options)) is None:
         return Violation(f"{written}: write key=value, as in {written if written in options else 'train.steps'}=...")
     return Violation(f"{written}: write key=value; nearest: {nearest}=...")
@@ -148,7 +155,9 @@ def _check_hydra(written: str, key: str, sweep: bool, result: CheckedOverrides) 
     if sweep:
         result.hydra.append(written)
     else:
-        result.violations.append(Violation(f"{written}: Hydra's own settings serve a sweep (-m) only; leave it out", {key}))
+        result.violations.append(
+            Violation(f"{written}: Hydra's own settings serve a sweep (-m) only; leave it out", {key})
+        )
 
 
 def _check_delete(written: str, key: str, options: Mapping[str, Option], result: CheckedOverrides) -> None:
@@ -159,12 +168,12 @@ def _check_delete(written: str, key: str, options: Mapping[str, Option], result:
         named = sorted({option.split(".")[1] for option in options if option.startswith(f"{section}.")})
         result.violations.append(Violation(f"{written}: no plugin registered it; {nearest_choice(name, named)}", {key}))
     else:
-        result.violations.append(Violation(f"{written}: an option cannot be taken away; set it, as in {key}=VALUE", {key}))
+        result.violations.append(
+            Violation(f"{written}: an option cannot be taken away; set it, as in {key}=VALUE", {key})
+        )
 
 
-def _check_group(
-    written: str, override: Override, names: Sequence[str], sweep: bool, result: CheckedOverrides
-) -> None:
+def _check_group(written: str, override: Override, names: Sequence[str], sweep: bool, result: CheckedOverrides) -> None:
     group = override.key_or_group
     values = _values(override, written, sweep, result)
     if values is None:
@@ -172,9 +181,13 @@ def _check_group(
     faults = [value for value in values if value not in names and not (value is None and group == "experiment")]
     for value in faults:
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            result.violations.append(Violation(f"{group}={value}: no such file in {group}/; {nearest_choice(value, names)}", {group}))
+            result.violations.append(
+                Violation(f"{group}={value}: no such file in {group}/; {nearest_choice(value, names)}", {group})
+            )
         else:
-            result.violations.append(Violation(f"{written}: name one file of {group}/; {nearest_choice('', names)}", {group}))
+            result.violations.append(
+                Violation(f"{written}: name one file of {group}/; {nearest_choice('', names)}", {group})
+            )
     if not faults:
         result.groups[group] = None if values[-1] is None else str(values[-1])
 
@@ -213,6 +226,8 @@ def _values(override: Override, written: str, sweep: bool, result: CheckedOverri
         )
         return None
     if not override.is_discrete_sweep():
-        result.violations.append(Violation(f"{written}: a sweep lists its values, as in 1,2,4", {override.key_or_group}))
+        result.violations.append(
+            Violation(f"{written}: a sweep lists its values, as in 1,2,4", {override.key_or_group})
+        )
         return None
     return [item.text if isinstance(item, QuotedString) else item for item in override.sweep_iterator()]

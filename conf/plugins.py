@@ -141,7 +141,9 @@ def load_builder(target: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as fault:
-        raise ValueError(f"model.build={target}: no module {fault.name!r}; give one that Python can import from here") from fault
+        raise ValueError(
+            f"model.build={target}: no module {fault.name!r}; give one that Python can import from here"
+        ) from fault
     except Exception as fault:
         raise ValueError(f"model.build={target}: importing {module_name} fails with {_brief(fault)}") from fault
     build = getattr(module, name, None)

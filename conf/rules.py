@@ -103,7 +103,9 @@ def processes_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     limit = around.devices or 2 * around.cores
     if value == "auto" and needed > limit:
         have = f"{around.devices} devices" if around.devices else f"{around.cores} cores (at most {limit} processes)"
-        axes = " ".join(f"grid.{name}={getattr(plan.grid, name)}" for name in AXIS_NAMES if getattr(plan.grid, name) > 1)
+        axes = " ".join(
+            f"grid.{name}={getattr(plan.grid, name)}" for name in AXIS_NAMES if getattr(plan.grid, name) > 1
+        )
         yield Violation(
             f"{axes}: needs {needed} processes, and this machine has {have}; start them on more machines by "
             f"`torchrun --nnodes N --nproc-per-node M -m gridtron train ...` (N x M = {needed}) or "
@@ -121,21 +123,27 @@ def grid_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         return
     try:
         sizes = resolve_sizes(
-            needed_processes(plan, around.launched), plan.grid.order, **{name: getattr(plan.grid, name) for name in AXIS_NAMES}
+            needed_processes(plan, around.launched),
+            plan.grid.order,
+            **{name: getattr(plan.grid, name) for name in AXIS_NAMES},
         )
     except ValueError as fault:
         yield Violation(f"grid: {fault}", keys)
         return
     for name in ("pipeline", "context"):
         if sizes.sizes[name] > 1:
-            yield Violation(f"grid.{name}=-1 is {sizes.sizes[name]} here: {name} parallelism is not built yet; set 1", keys)
+            yield Violation(
+                f"grid.{name}=-1 is {sizes.sizes[name]} here: {name} parallelism is not built yet; set 1", keys
+            )
 
 
 def sizes_of(plan: Plan, around: Surroundings) -> Mapping[str, int] | None:
     """Sizes of the axes with -1 resolved; None where they do not fit (which ``grid_rule`` tells)."""
     try:
         grid = resolve_sizes(
-            needed_processes(plan, around.launched), plan.grid.order, **{name: getattr(plan.grid, name) for name in AXIS_NAMES}
+            needed_processes(plan, around.launched),
+            plan.grid.order,
+            **{name: getattr(plan.grid, name) for name in AXIS_NAMES},
         )
     except ValueError:
         return None

@@ -44,14 +44,28 @@ class TokenDataset:
         begins = self.start + np.asarray(indices, dtype=np.int64) * self.sequence_length
         width = self.sequence_length + 1
         tokens = np.stack([np.asarray(self.file.tokens[begin : begin + width], dtype=np.int64) for begin in begins])
-        if tokens.max() >= self.vocab_size or tokens.min() < 0:
-            raise DataError(
-                f"{self.described}: token id {int(tokens.max() if tokens.max() >= self.vocab_size else tokens.min())} is outside the vocabulary of "
-                f"{self.vocab_size}; set data.tokenizer to the one it was prepared with, or model.vocab_size"
-            )
+        self._check_ids(tokens)
         places = begins[:, None] + np.arange(width)
         documents = np.searchsorted(self.file.document_starts, places, side="right")
         return tokens, documents - documents[:, :1]
+
+    def check_start(self, count: int = 1 << 22) -> None:
+        """Looks for ids outside the vocabulary among the first ``count``, before a run starts.
+
+        Raises:
+            DataError: there is one. The rest of a file is checked as it is read.
+        """
+        self._check_ids(self.file.tokens[self.start : min(self.stop, self.start + count)])
+
+    def _check_ids(self, tokens: NDArray[np.integer]) -> None:
+        if not tokens.size:
+            return
+        lowest, highest = int(tokens.min()), int(tokens.max())
+        if highest >= self.vocab_size or lowest < 0:
+            raise DataError(
+                f"{self.described}: token id {highest if highest >= self.vocab_size else lowest} is outside the vocabulary "
+                f"of {self.vocab_size}; set data.tokenizer to the one it was prepared with, or model.vocab_size"
+            )
 
 
 @dataclass(frozen=True)

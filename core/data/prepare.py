@@ -66,7 +66,9 @@ class PreparedData:
 
 def default_cache_folder(environment: dict[str, str] | os._Environ[str]) -> Path:
     """Where prepared data goes without ``data.directory``; called at entry points with ``os.environ``."""
-    base = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".cache")
+    base = environment.get("XDG_CACHE_HOME") or os.path.join(
+        environment.get("HOME") or os.path.expanduser("~"), ".cache"
+    )
     return Path(base, "gridtron")
 
 
@@ -309,11 +311,15 @@ def _document(line: str, file: Path, number: int) -> str:
     try:
         record = json.loads(line)
     except ValueError as fault:
-        raise DataError(f"{file}: line {number} is not JSON ({fault}); each line must be {{\"text\": \"...\"}}") from None
+        raise DataError(f'{file}: line {number} is not JSON ({fault}); each line must be {{"text": "..."}}') from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        keys = f"the keys {', '.join(map(str, record)) or 'none'}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise DataError(f"{file}: line {number} holds {keys[:200]}; each line must be {{\"text\": \"...\"}}")
+        keys = (
+            f"the keys {', '.join(map(str, record)) or 'none'}"
+            if isinstance(record, dict)
+            else f"a {type(record).__name__}"
+        )
+        raise DataError(f'{file}: line {number} holds {keys[:200]}; each line must be {{"text": "..."}}')
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

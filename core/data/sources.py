@@ -75,7 +75,9 @@ def _matches(path: str) -> list[Path]:
     if literal.is_dir():
         suffixes = [entry.suffix for entry in sorted(literal.iterdir()) if entry.is_file() and entry.suffix]
         ending = max(set(suffixes), key=suffixes.count, default=".txt")
-        raise DataError(f"data.path={path}: it is a folder; give a pattern, as in data.path={path.rstrip('/')}/*{ending}")
+        raise DataError(
+            f"data.path={path}: it is a folder; give a pattern, as in data.path={path.rstrip('/')}/*{ending}"
+        )
     try:
         if literal.exists():
             return [literal]
@@ -120,7 +122,9 @@ def _token_source(path: str, pairs: list[Path], files: list[Path]) -> Source:
     binary, index = prefix.with_suffix(prefix.suffix + ".bin"), prefix.with_suffix(prefix.suffix + ".idx")
     for file in (binary, index):
         if not file.exists():
-            raise DataError(f"data.path={path}: {file} is missing; a .bin needs its .idx beside it and the other way round")
+            raise DataError(
+                f"data.path={path}: {file} is missing; a .bin needs its .idx beside it and the other way round"
+            )
         _check_readable(path, file)
         if file.stat().st_size == 0:
             raise DataError(f"data.path={path}: {file} is empty; prepare it again from its text")
@@ -132,7 +136,9 @@ def _check_readable(path: str, file: Path) -> None:
         with open(file, "rb"):
             pass
     except OSError as fault:
-        raise DataError(f"data.path={path}: {file}: {fault.strerror}; make it readable (chmod a+r) or leave it out") from None
+        raise DataError(
+            f"data.path={path}: {file}: {fault.strerror}; make it readable (chmod a+r) or leave it out"
+        ) from None
 
 
 def library_files(folder: Path) -> Iterator[Path]:

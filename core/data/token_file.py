@@ -163,8 +163,12 @@ def _read_header(index: Path) -> tuple[np.dtype, int, int]:
     with open(index, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or header[: len(MAGIC)] != MAGIC:
-        reason = f"{size} bytes, and the header alone has {_HEADER.size}" if size < _HEADER.size else "it begins otherwise"
-        raise DataError(f"{index}: not an index of tokens in Megatron's format ({reason}); prepare it again from its text")
+        reason = (
+            f"{size} bytes, and the header alone has {_HEADER.size}" if size < _HEADER.size else "it begins otherwise"
+        )
+        raise DataError(
+            f"{index}: not an index of tokens in Megatron's format ({reason}); prepare it again from its text"
+        )
     _, version, code, sequences, documents = _HEADER.unpack(header)
     if version != VERSION:
         raise DataError(f"{index}: version {version} of the format; version {VERSION} is read")
@@ -190,7 +194,9 @@ def _check_sequences(index: Path, lengths: np.ndarray, pointers: np.ndarray, ite
     for start in range(0, len(lengths), _BLOCK):
         block = np.asarray(lengths[start : start + _BLOCK], dtype=np.int64)
         if block.min() < 0:
-            raise DataError(f"{index}: sequence {start + int(block.argmin())} has length {block.min()}; prepare it again")
+            raise DataError(
+                f"{index}: sequence {start + int(block.argmin())} has length {block.min()}; prepare it again"
+            )
         begins = expected + sequence_pointers(block, itemsize)
         wrong = np.flatnonzero(begins != pointers[start : start + _BLOCK])
         if len(wrong):
