@@ -16,7 +16,9 @@ class RunConfig:
 class TrainConfig:
     steps: int = option(1000, "optimizer steps of the whole run", minimum=1)
     stop_after: int | None = option(
-        None, "end cleanly, with a checkpoint, after this step; the schedule of the rate is unchanged; null: none", minimum=1
+        None,
+        "end cleanly, with a checkpoint, after this step; the schedule of the rate is unchanged; null: none",
+        minimum=1,
     )
     global_batch_size: int = option(16, "sequences a step, over all data ranks", minimum=1)
     micro_batch_size: int = option(2, "sequences a data rank runs at once", minimum=1)
@@ -24,7 +26,9 @@ class TrainConfig:
     seed: int = option(0, "of the weights, the order of the data and dropout", minimum=0)
     on_nonfinite: str = option("skip", "a non-finite gradient: skip the step or stop", choices=("skip", "stop"))
     max_nonfinite: int = option(10, "stop after so many non-finite steps in a row; 0: never", minimum=0)
-    garbage_collection_every: int = option(0, "collect Python garbage only every so many steps; 0: leave it to Python", minimum=0)
+    garbage_collection_every: int = option(
+        0, "collect Python garbage only every so many steps; 0: leave it to Python", minimum=0
+    )
 
 
 @dataclass(frozen=True)
@@ -37,4 +41,6 @@ class EvaluationConfig:
 class LoggingConfig:
     every: int = option(1, "steps between rows on the console", minimum=1)
     tensorboard: bool = option(True, "write TensorBoard events to the run's tensorboard/")
-    profile: str | None = option(None, "FIRST:LAST, the steps of a profiler window, written to the run's profile/; null: none")
+    profile: str | None = option(
+        None, "FIRST:LAST, the steps of a profiler window, written to the run's profile/; null: none"
+    )
