@@ -1,4 +1,4 @@
-"""From overrides to a frozen plan, or to a list of everything that is wrong with them. Hydra composes; nothing is started.
+"""From overrides to a frozen plan, or to a list of everything that is wrong with them; nothing is started.
 
 Hydra alone reports the first error only, takes ``+train.micro_batchsize=4`` for a new key, and stumbles over ``~`` and
 commas in paths. So every override is held against the schema first, and the composed result once more.
@@ -203,8 +203,8 @@ def _finish(plan: Plan) -> tuple[Plan, list[Violation]]:
         plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, vocab_size=needed))
     elif plan.model.vocab_size < needed:
         message = (
-            f"model.vocab_size={plan.model.vocab_size}: data.tokenizer={Path(plan.data.tokenizer).name} has {needed} ids; "
-            f"nearest: model.vocab_size={needed}, or null to take it from there"
+            f"model.vocab_size={plan.model.vocab_size}: data.tokenizer={Path(plan.data.tokenizer).name} has {needed} "
+            f"ids; nearest: model.vocab_size={needed}, or null to take it from there"
         )
         violations.append(Violation(message, {"model.vocab_size", "data.tokenizer"}))
     return plan, violations

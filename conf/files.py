@@ -136,20 +136,20 @@ class ConfigFiles:
             with opened:
                 composed = compose(_PRIMARY, arguments, return_hydra_config=True)
                 picked = OmegaConf.to_container(composed.hydra.runtime.choices)
-                del composed._content["hydra"]
-                values = OmegaConf.to_container(composed, resolve=True)
+                own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+                values = OmegaConf.to_container(own, resolve=True)
         except (HydraException, OmegaConfBaseException, YAMLError, OSError) as fault:
             raise Refusal([_composition_message(fault)]) from fault
         assert isinstance(values, dict) and isinstance(picked, dict)
         result = {str(key): value for key, value in values.items()}
-        own = _own_groups()
-        result[CHOICES_KEY] = {str(group): name for group, name in picked.items() if group in own and name is not None}
+        ours = _own_groups()
+        result[CHOICES_KEY] = {str(group): name for group, name in picked.items() if group in ours and name is not None}
         return result
 
     def register(self, base: Mapping[str, Any], groups: bool = True) -> str:
         """Gives Hydra the primary configuration and the registered parts; returns the primary one's name.
 
-        The primary one is not read from the search path: a config.yaml of the user's own project must not take its place.
+        The primary one is not read from the search path: a config.yaml of the user's own project must not replace it.
         """
         from hydra.core.config_store import ConfigStore
 

@@ -25,6 +25,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gridtron.conf.names import nearest_choice
@@ -98,7 +99,7 @@ def load_plugins(modules: Iterable[str], entry_points: bool = True) -> Registry:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in modules:
-        faults += _register(f"plugins=[{name}]", lambda name=name: importlib.import_module(name), registry)
+        faults += _register(f"plugins=[{name}]", partial(importlib.import_module, name), registry)
     if entry_points:
         from importlib.metadata import entry_points as installed
 
@@ -113,8 +114,8 @@ def _register(described: str, load: Callable[[], Any], registry: Registry) -> li
     try:
         module = load()
     except ModuleNotFoundError as fault:
-        return [f"{described}: no module {fault.name!r}; give a module that Python can import from here (a file NAME.py "
-                "in the working directory is one) or install it"]  # fmt: skip
+        return [f"{described}: no module {fault.name!r}; give a module that Python can import from here (NAME.py in "
+                "the working directory is one) or install it"]  # fmt: skip
     except Exception as fault:
         return [f"{described}: importing it fails with {_brief(fault)}; correct the module"]
     register = module if callable(module) else getattr(module, "register", None)
@@ -150,9 +151,9 @@ def load_builder(target: str) -> Callable[..., Any]:
     if build is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(f"model.build={target}: {module_name} has no {name}; {nearest_choice(name, functions)}")
-    fault = signature_fault(build)
-    if fault:
-        raise ValueError(f"model.build={target}: {fault}")
+    unfit = signature_fault(build)
+    if unfit:
+        raise ValueError(f"model.build={target}: {unfit}")
     return build
 
 
@@ -167,7 +168,8 @@ def signature_fault(build: Any) -> str | None:
     try:
         signature.bind(None, None)
     except TypeError:
-        return f"{getattr(build, '__name__', build)}{signature} cannot be called as (config, grid); give it these two arguments"
+        name = getattr(build, "__name__", build)
+        return f"{name}{signature} cannot be called as (config, grid); give it these two arguments"
     return None
 
 

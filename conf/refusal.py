@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Refusal(ValueError):
+class Refusal(ValueError):  # noqa: N818
     """A request that is wrong: nothing was started.
 
     Attributes:

@@ -90,7 +90,7 @@ def check_rules(plan: Plan, surroundings: Surroundings) -> list[Violation]:
 def processes_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     value = plan.launch.processes
     keys = {"launch.processes", *(f"grid.{name}" for name in AXIS_NAMES)}
-    if isinstance(value, str) and value != "auto" or isinstance(value, int) and value < 1:
+    if value != "auto" and not (isinstance(value, int) and value >= 1):
         yield Violation(f"launch.processes={value}: must be auto or a whole number of at least 1; nearest: auto", keys)
         return
     if around.launched is not None:
@@ -174,7 +174,8 @@ def tensor_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     if exceeded:
         named = " and ".join(exceeded)
         yield Violation(
-            f"grid.tensor={tensor}: more tensor ranks than {named} can use; nearest: grid.tensor={min(exceeded.values())}",
+            f"grid.tensor={tensor}: more tensor ranks than {named} can use; "
+            f"nearest: grid.tensor={min(exceeded.values())}",
             {"grid.tensor", *(name.partition("=")[0] for name in exceeded)},
         )
 
@@ -188,8 +189,8 @@ def sequence_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         lengths = f"{lower} or {lower + tensor}" if lower else f"{tensor}"
         divisor = max(size for size in range(1, tensor + 1) if length % size == 0)
         yield Violation(
-            f"train.sequence_length={length} is not a multiple of grid.tensor={tensor}, which sequence parallelism needs; "
-            f"nearest: sequence_length {lengths}, tensor {divisor}, or grid.sequence_parallel=false",
+            f"train.sequence_length={length} is not a multiple of grid.tensor={tensor}, which sequence parallelism "
+            f"needs; nearest: sequence_length {lengths}, tensor {divisor}, or grid.sequence_parallel=false",
             {"train.sequence_length", "grid.tensor", "grid.sequence_parallel"},
         )
     if _is_gpt(plan) and plan.model.position == "learned" and length > plan.model.max_position_embeddings:
@@ -236,7 +237,7 @@ def profile_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     found = re.fullmatch(r"(\d+):(\d+)", value) if value is not None else None
     if value is not None and not (found and 1 <= int(found[1]) <= int(found[2])):
         yield Violation(
-            f"logging.profile={value}: write FIRST:LAST, two steps from 1 on in rising order, as in logging.profile=10:12",
+            f"logging.profile={value}: write FIRST:LAST, two steps from 1 on, rising, as in logging.profile=10:12",
             {"logging.profile"},
         )
 

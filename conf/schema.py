@@ -35,8 +35,8 @@ class Plan:
 
     ``model``, ``optimizer``, ``lr_schedule`` and ``data`` hold a plugin's own dataclass where one was chosen by name
     (``model=NAME``); ``parts`` then maps the section to that name. ``callbacks`` and ``loggers`` map the names that
-    plugins registered to their dataclasses. ``choices`` remembers which option files were chosen, group -> name: choosing
-    the same again when a run is continued changes nothing.
+    plugins registered to their dataclasses. ``choices`` remembers which option files were chosen, group -> name:
+    choosing the same again when a run is continued changes nothing.
     """
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -61,9 +61,8 @@ class Plan:
 
 
 SECTIONS: Mapping[str, type] = {
-    item.name: item.default_factory for item in dataclasses.fields(Plan) if isinstance(item.default_factory, type)
-    and dataclasses.is_dataclass(item.default_factory)
-}  # fmt: skip
+    name: schema for name, schema in typing.get_type_hints(Plan).items() if dataclasses.is_dataclass(schema)
+}
 """Section of the plan -> its dataclass."""
 
 PART_SECTIONS: Mapping[str, str] = {"callbacks": "callback", "loggers": "logger"}

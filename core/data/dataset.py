@@ -62,9 +62,10 @@ class TokenDataset:
             return
         lowest, highest = int(tokens.min()), int(tokens.max())
         if highest >= self.vocab_size or lowest < 0:
+            wrong = highest if highest >= self.vocab_size else lowest
             raise DataError(
-                f"{self.described}: token id {highest if highest >= self.vocab_size else lowest} is outside the vocabulary "
-                f"of {self.vocab_size}; set data.tokenizer to the one it was prepared with, or model.vocab_size"
+                f"{self.described}: token id {wrong} is outside the vocabulary of {self.vocab_size}; set "
+                "data.tokenizer to the one it was prepared with, or model.vocab_size"
             )
 
 
@@ -103,8 +104,8 @@ def open_parts(
     if needs_held_out and not len(held_out):
         needed = min((sequence_length + 2) / len(file), 0.5)
         raise DataError(
-            f"{prepared.described}: data.held_out={config.held_out} keeps {len(file) - edge:,} tokens, fewer than one sample "
-            f"({sequence_length + 1}); set data.held_out={needed:.2g} or more, or evaluation.every=0"
+            f"{prepared.described}: data.held_out={config.held_out} keeps {len(file) - edge:,} tokens, fewer than one "
+            f"sample ({sequence_length + 1}); set data.held_out={needed:.2g} or more, or evaluation.every=0"
         )
     return DataParts(training, held_out)
 

@@ -279,7 +279,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, final: bool, file:
         offset = position + fault.start
         byte = fault.object[fault.start]
         raise DataError(
-            f"{file}: byte {byte:#04x} at offset {offset:,} is not UTF-8; data must be UTF-8 text under every tokenizer: "
+            f"{file}: byte {byte:#04x} at offset {offset:,} is not UTF-8, which text must be under every tokenizer: "
             "convert the file (iconv -f latin1 -t utf-8) or leave it out of data.path"
         ) from None
 

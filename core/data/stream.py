@@ -52,8 +52,8 @@ class TrainingStream:
     not fill a last global batch, which is dropped: the next epoch begins instead. Where n is smaller than a global
     batch, batches run over the ends of epochs and hold samples more than once.
 
-    Slot j of the global batch is read by data rank j // (global_batch_size / data_size), whatever the grid's other axes:
-    the samples of a step do not depend on the grid.
+    Slot j of the global batch is read by data rank j // (global_batch_size / data_size), whatever the other axes of the
+    grid: the samples of a step do not depend on the grid.
 
     Args:
         source: the samples.

@@ -1,4 +1,4 @@
-"""Token files: Megatron's indexed format, ``NAME.bin`` (the ids, one after another) and ``NAME.idx`` (where each begins).
+"""Token files: Megatron's indexed format, ``NAME.bin`` (ids, one after another) and ``NAME.idx`` (where each begins).
 
 The index, little-endian: 9 bytes ``MMIDIDX\\0\\0``, version (uint64, 1), code of the ids' dtype (uint8), number of
 sequences n (uint64), number d of document indices (uint64); then n lengths in ids (int32), n offsets in bytes (int64)
@@ -61,7 +61,7 @@ class TokenFileWriter:
     def __init__(self, prefix: Path, dtype: np.dtype):
         self._prefix = prefix
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._file: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115: closed by close()
+        self._file: BinaryIO = open(f"{prefix}.bin", "wb")  # noqa: SIM115
         self._lengths: list[int] = []
         self._documents: list[int] = [0]
         self._open = 0
@@ -106,7 +106,7 @@ class TokenFileWriter:
 
 
 def write_index(file: BinaryIO, lengths: Sequence[int], documents: Sequence[int], dtype: np.dtype) -> None:
-    """The index of sequences of these lengths, in documents that begin at these sequences (and end with their count)."""
+    """The index of sequences of these lengths; ``documents``: where each begins, and then the number of sequences."""
     codes = {np.dtype(kind): code for code, kind in _DTYPES.items()}
     code = codes[np.dtype(dtype).newbyteorder("=")]
     file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
