@@ -33,12 +33,13 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def named_parameters(model: nn.Module) -> list[NamedParameter]:
+def named_parameters(model: nn.Module, axis: Axis | None = None) -> list[NamedParameter]:
     """Every parameter once (a tied weight under its first name), in the order of the modules.
 
     A module states the shardings of its own parameters in ``module.shardings`` (name -> Sharding) over ``module.axis``;
-    all others are whole on every rank.
+    all others are whole on every rank of ``axis`` (default: of size 1).
     """
+    whole = axis or Axis("tensor")
     found: list[NamedParameter] = []
     seen: set[nn.Parameter] = set()
 
@@ -49,9 +50,9 @@ def named_parameters(model: nn.Module) -> list[NamedParameter]:
             if parameter not in seen:
                 seen.add(parameter)
                 sharding = shardings.get(name) or Sharding.whole(tuple(parameter.shape))
-                axis = inner.axis if name in shardings else Axis("tensor")
-                assert isinstance(axis, Axis), axis
-                found.append(NamedParameter(prefix + name, parameter, sharding.named(prefix + name), axis))
+                over = inner.axis if name in shardings else whole
+                assert isinstance(over, Axis), over
+                found.append(NamedParameter(prefix + name, parameter, sharding.named(prefix + name), over))
         for name, child in inner.named_children():
             walk(child, f"{prefix}{name}.")
 

@@ -11,7 +11,7 @@ from gridtron.core.options import option
 class OptimizerConfig:
     name: str = option("adamw", "which optimizer", choices=("adamw", "sgd"))
     lr: float = option(3e-4, "learning rate after warm-up", minimum=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "AdamW: decay of the two moments, each in [0, 1)")
+    betas: tuple[float, float] = option((0.9, 0.95), "AdamW: decay of the two moments", minimum=0, below=1)
     eps: float = option(1e-8, "AdamW: added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "decoupled decay; biases and norms have none", minimum=0)
     momentum: float = option(0.0, "SGD: momentum", minimum=0, below=1)

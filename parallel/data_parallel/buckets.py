@@ -24,6 +24,7 @@ class Bucket:
     flat: Tensor
     views: list[Tensor]
     arrived: list[bool] = field(default_factory=list)
+    landed: set[int] = field(default_factory=set)
     pending: Pending | None = None
     travelling: Tensor | None = None
 
@@ -43,9 +44,12 @@ class Bucket:
 
     @property
     def complete(self) -> bool:
-        return all(self.arrived)
+        """Every parameter's gradient has come in the pass that is reduced (earlier microbatches do not count)."""
+        return len(self.landed) == len(self.parameters)
 
-    def add(self, index: int, gradient: Tensor) -> None:
+    def add(self, index: int, gradient: Tensor, last: bool) -> None:
+        if last:
+            self.landed.add(index)
         if self.arrived[index]:
             self.views[index].add_(gradient)
         else:
@@ -75,6 +79,7 @@ class Bucket:
 
     def clear(self) -> None:
         self.arrived = [False] * len(self.parameters)
+        self.landed = set()
         self.pending = None
 
 

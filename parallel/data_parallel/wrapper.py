@@ -113,7 +113,7 @@ class DataParallel(nn.Module):
                 f"a gradient of {name} came after its bucket was reduced: run every microbatch but the last under "
                 "no_reduce(), and finish_step() after the last"
             )
-        bucket.add(index, gradient)
+        bucket.add(index, gradient, self._reducing)
         if self._reducing:
             self._launch_complete()
 

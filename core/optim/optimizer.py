@@ -1,0 +1,112 @@
+"""Optimizers over named parameters, with wide main weights where the model's are narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridtron.core.optim.config import OptimizerConfig
+from gridtron.core.precision import wide_dtype
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: not to biases and norms, which have one dimension."""
+    return parameter.ndim > 1
+
+
+class Optimizer:
+    """torch's optimizer over main weights, its states known by the parameters' names.
+
+    A parameter narrower than float32 has a main weight in float32, which the optimizer updates; the parameter is a
+    rounded copy of it. Others are their own main weights.
+
+    Args:
+        parameters: the trained ones by name.
+        config: which optimizer and its constants.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig):
+        self.parameters = dict(parameters)
+        self.main = {name: _main_weight(parameter) for name, parameter in self.parameters.items()}
+        groups = [
+            {
+                "params": [main for name, main in self.main.items() if decays(name, main) == decay],
+                "weight_decay": config.weight_decay if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.inner = _build(groups, config) if groups else None
+
+    def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
+        """One update at the rate ``lr``; parameters without a gradient stay as they are."""
+        if self.inner is None:
+            return
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        for name, main in self.main.items():
+            main.grad = gradients.get(name)
+        self.inner.step()
+        for name, parameter in self.parameters.items():
+            main = self.main[name]
+            if main is not parameter:
+                main.grad = None
+                with torch.no_grad():
+                    parameter.copy_(main)
+
+    def refresh_main_weights(self) -> None:
+        """Main weights become what the parameters are: after weights were loaded without optimizer states."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self.main[name] is not parameter:
+                    self.main[name].copy_(parameter)
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """Every state tensor: parameter's name -> state's name -> tensor; main weights as "main"."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, main in self.main.items():
+            own = dict(self.inner.state[main]) if self.inner is not None and main in self.inner.state else {}
+            tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
+            if main is not self.parameters[name]:
+                tensors["main"] = main.detach()
+            found[name] = tensors
+        return found
+
+    def make_states(self) -> None:
+        """Fills the states that torch makes at the first step, as that step would, so that they can be loaded."""
+        if self.inner is None:
+            return
+        for group in self.inner.param_groups:
+            for main in group["params"]:
+                if main not in self.inner.state:
+                    self.inner.state[main] = _fresh_state(main, group)
+
+
+def _main_weight(parameter: nn.Parameter) -> nn.Parameter:
+    wide = wide_dtype(parameter.dtype)
+    if wide == parameter.dtype:
+        return parameter
+    return nn.Parameter(parameter.detach().to(wide))
+
+
+def _build(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    raise ValueError(f"optimizer {config.name!r}; built are adamw and sgd")
+
+
+def _fresh_state(main: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    if "betas" in group:
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=main.device if main.is_cuda else "cpu"),
+            "exp_avg": torch.zeros_like(main, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(main, memory_format=torch.preserve_format),
+        }
+    if group.get("momentum"):
+        return {"momentum_buffer": torch.zeros_like(main, memory_format=torch.preserve_format)}
+    return {}

@@ -1,0 +1,124 @@
+"""Causal self-attention with grouped key and value heads, split by heads over the tensor axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gridtron.core.kernels.rope import rope
+from gridtron.core.random import random_key
+from gridtron.core.sharding import Ranges, even_ranges, nonempty, scaled
+from gridtron.models.config import GPTConfig
+from gridtron.parallel import Dropout, SampleContext, TensorParallelLinear, activation_checkpoint
+from gridtron.parallel.linear import column_linear
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which query and key/value heads each rank of the tensor axis holds: pure arithmetic.
+
+    Query heads are split evenly, the first ranks one more where they do not divide. A rank holds the key/value heads
+    that its query heads read, so one such head may lie on several ranks.
+
+    Args:
+        query: per rank, ranges of query heads.
+        key_value: per rank, ranges of key/value heads.
+    """
+
+    query: tuple[Ranges, ...]
+    key_value: tuple[Ranges, ...]
+
+    @staticmethod
+    def over(heads: int, key_value_heads: int, ranks: int) -> HeadSplit:
+        group = heads // key_value_heads
+        query = tuple(nonempty(piece) for piece in even_ranges(heads, ranks))
+        key_value = tuple(
+            tuple((start // group, (stop - 1) // group + 1) for start, stop in ranges) for ranges in query
+        )
+        return HeadSplit(query, key_value)
+
+    def key_value_of(self, rank: int, group: int) -> list[int]:
+        """For each local query head, the local index of the key/value head that it reads."""
+        if not self.query[rank]:
+            return []
+        (start, stop), (first, _) = self.query[rank][0], self.key_value[rank][0]
+        return [head // group - first for head in range(start, stop)]
+
+
+class Attention(nn.Module):
+    """``(sequence, batch, hidden) -> (sequence, batch, hidden)``; q, k, v are separate weights with one gather and one
+    reduction between them.
+
+    Args:
+        config: shape of the model.
+        name: global name of this module, from which its dropout's key follows.
+        seed: of the dropout.
+        recompute_core: recompute the attention core in the backward pass.
+        linear: options of every TensorParallelLinear (axis, sequence_parallel, device, dtype).
+    """
+
+    def __init__(self, config: GPTConfig, name: str, seed: int, recompute_core: bool, linear: dict[str, Any]):
+        super().__init__()
+        self.width = config.head_size
+        self.recompute_core = recompute_core
+        heads, kv_heads = config.num_attention_heads, config.kv_heads
+        group = heads // kv_heads
+        axis = linear["axis"]
+        split = HeadSplit.over(heads, kv_heads, axis.size)
+        query = [scaled(ranges, self.width) for ranges in split.query]
+        key_value = [scaled(ranges, self.width) for ranges in split.key_value]
+        bias = config.projection_bias
+        hidden, query_size, kv_size = config.hidden_size, heads * self.width, kv_heads * self.width
+        self.q = TensorParallelLinear(hidden, query_size, partition="column", bias=bias, rows=query, **linear)
+        self.k = TensorParallelLinear(hidden, kv_size, partition="column", bias=bias, rows=key_value, **linear)
+        self.v = TensorParallelLinear(hidden, kv_size, partition="column", bias=bias, rows=key_value, **linear)
+        self.out = TensorParallelLinear(query_size, hidden, partition="row", bias=config.bias, rows=query, **linear)
+        self.dropout = Dropout(config.attention_dropout, random_key(seed, "dropout", f"{name}.dropout"))
+        self.first_head = split.query[axis.rank][0][0] if split.query[axis.rank] else 0
+        reads = split.key_value_of(axis.rank, group)
+        local_kv = len(set(reads))
+        # Equal groups in order are what SDPA's grouped attention does; any other pattern is picked by index.
+        regular = bool(reads) and reads == [head * local_kv // len(reads) for head in range(len(reads))]
+        self.grouped = regular and local_kv != len(reads) and len(reads) % local_kv == 0
+        self.reads = None if regular and (self.grouped or local_kv == len(reads)) else reads
+
+    def forward(
+        self,
+        x: Float[Tensor, "share batch hidden"],
+        tables: tuple[Tensor, Tensor] | None,
+        context: SampleContext | None = None,
+    ) -> Float[Tensor, "share batch hidden"]:
+        layers = [(layer.weight, layer.bias) for layer in (self.q, self.k, self.v)]
+        projected = column_linear(x, layers, self.q.axis, self.q.sequence_parallel)
+        q, k, v = (rearrange(t, "s b (heads width) -> b heads s width", width=self.width) for t in projected)
+        if tables is not None:
+            q, k = rope(q, *tables), rope(k, *tables)
+        policy = "full" if self.recompute_core and self.training else "none"
+        mixed = activation_checkpoint(self.core, q, k, v, context, policy=policy)
+        return self.out(rearrange(mixed, "b heads s width -> s b (heads width)"))
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, context: SampleContext | None) -> Tensor:
+        """softmax(q k^T / sqrt(width)) v, causal: (batch, heads, sequence, width)."""
+        if self.reads is not None:
+            index = torch.tensor(self.reads, dtype=torch.int64, device=k.device)
+            k, v = k.index_select(1, index), v.index_select(1, index)
+        if self.training and self.dropout.p > 0:
+            return self._explicit(q, k, v, context)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, context: SampleContext | None) -> Tensor:
+        # SDPA draws its own mask from a stream; ours belongs to the sample, so the weights must be in hand.
+        if self.grouped:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        length = q.shape[-2]
+        scores = q @ k.transpose(-1, -2) * self.width**-0.5
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        return self.dropout.attention(weights, self.first_head, context) @ v

@@ -1,0 +1,41 @@
+"""One decoder layer: two residual branches, normed before (Radford et al. 2019; Touvron et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gridtron.core.random import random_key
+from gridtron.models.attention import Attention
+from gridtron.models.config import GPTConfig
+from gridtron.models.mlp import MLP
+from gridtron.models.norm import build_norm
+from gridtron.parallel import Dropout, SampleContext
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, on this rank's share of the sequence."""
+
+    def __init__(self, config: GPTConfig, name: str, seed: int, recompute_core: bool, linear: dict[str, Any]):
+        super().__init__()
+        axis, sequence_parallel = linear["axis"], linear["sequence_parallel"]
+        norm = (config, axis, sequence_parallel, linear["device"], linear["dtype"])
+        self.attention_norm = build_norm(*norm)
+        self.attention = Attention(config, f"{name}.attention", seed, recompute_core, linear)
+        self.mlp_norm = build_norm(*norm)
+        self.mlp = MLP(config, linear)
+        self.attention_dropout, self.mlp_dropout = (
+            Dropout(config.dropout, random_key(seed, "dropout", f"{name}.{site}"), axis, sequence_parallel)
+            for site in ("attention_dropout", "mlp_dropout")
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "share batch hidden"],
+        tables: tuple[Tensor, Tensor] | None,
+        context: SampleContext | None = None,
+    ) -> Float[Tensor, "share batch hidden"]:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), tables, context), context)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), context)

@@ -1,0 +1,258 @@
+"""One decoder for GPT-2/GPT-3 and Llama/Qwen, buildable by stages, its activations sequence-first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gridtron.core.grid import Axis
+from gridtron.core.random import draw_key, normal_, random_key
+from gridtron.core.sharding import even_ranges
+from gridtron.models.block import Block
+from gridtron.models.config import GPTConfig
+from gridtron.models.norm import build_norm
+from gridtron.models.rotary import rotary_tables
+from gridtron.parallel import (
+    Dropout,
+    SampleContext,
+    TensorParallelLinear,
+    VocabParallelEmbedding,
+    activation_checkpoint,
+    sequence_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from gridtron.parallel.linear import column_linear
+from gridtron.parallel.parameters import named_parameters
+from gridtron.parallel.recompute import RecomputeConfig
+
+if TYPE_CHECKING:
+    from gridtron.core.grid import Grid
+
+
+class Stage(nn.Module):
+    """Consecutive layers, with the embedding before the first and the head after the last.
+
+    Its submodules have the names they have in the whole model, so that names leave no trace of the split.
+    """
+
+    def __init__(self, gpt: GPT, layers: range, first: bool, last: bool):
+        super().__init__()
+        self.first, self.last = first, last
+        self.config, self.axis, self.sequence_parallel = gpt.config, gpt.axis, gpt.sequence_parallel
+        self.recompute = gpt.recompute
+        if first or (last and gpt.config.tie_embeddings):
+            self.embedding = gpt.embedding
+        if first:
+            if gpt.config.position == "learned":
+                self.positions = gpt.positions
+            self.embedding_dropout = gpt.embedding_dropout
+        self.blocks = nn.ModuleDict({str(layer): gpt.blocks[str(layer)] for layer in layers})
+        if last:
+            self.final_norm = gpt.final_norm
+            if not gpt.config.tie_embeddings:
+                self.head = gpt.head
+        self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def forward(
+        self,
+        x: Int[Tensor, "batch sequence"] | Float[Tensor, "share batch hidden"],
+        targets: Int[Tensor, "batch sequence"] | None = None,
+        context: SampleContext | None = None,
+    ) -> Tensor:
+        """Tokens or the activation before -> the activation after, or on the last stage logits or losses."""
+        if self.first:
+            x = self._embed(x, context)
+        tables = self._rotary(x)
+        for place, block in enumerate(self.blocks.values()):
+            layers = self.recompute.layers
+            full = self.recompute.mode == "full" and (layers is None or place < layers) and self.training
+            x = activation_checkpoint(block, x, tables, context, policy="full" if full else "none")
+        if not self.last:
+            return x
+        logits = self._logits(self.final_norm(x))
+        if targets is None:
+            return logits.transpose(0, 1)
+        losses = vocab_parallel_cross_entropy(
+            logits, targets.t(), self.axis, inplace=True, vocabulary=self.config.vocab_size
+        )
+        return losses.t()
+
+    def _embed(self, tokens: Tensor, context: SampleContext | None) -> Tensor:
+        length = tokens.shape[1]
+        if self.sequence_parallel and length % self.axis.size:
+            lower = length // self.axis.size * self.axis.size
+            raise ValueError(
+                f"a sequence of {length} does not divide over tensor={self.axis.size} with sequence_parallel; "
+                f"nearest lengths: {lower}, {lower + self.axis.size}"
+            )
+        x = self.embedding(tokens.t())
+        if self.config.position == "learned":
+            if length > self.config.max_position_embeddings:
+                raise ValueError(
+                    f"a sequence of {length} is longer than the {self.config.max_position_embeddings} learned positions"
+                )
+            positions = torch.arange(length, device=tokens.device)
+            if self.sequence_parallel:
+                positions = positions.chunk(self.axis.size)[self.axis.rank]
+            x = x + self.positions(positions).unsqueeze(1)
+        return self.embedding_dropout(x, context)
+
+    def _rotary(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Tables of all positions: attention sees the whole sequence even where x is a share of it."""
+        if self.config.position != "rotary":
+            return None
+        length = x.shape[0] * (self.axis.size if self.sequence_parallel else 1)
+        key = (length, x.dtype, x.device)
+        if key not in self._tables:
+            self._tables = {key: rotary_tables(self.config, length, x.dtype, x.device)}
+        return self._tables[key]
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if not self.config.tie_embeddings:
+            return self.head(x)
+        (logits,) = column_linear(x, [(self.embedding.weight, None)], self.axis, self.sequence_parallel)
+        return logits
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over the tensor axis of a grid.
+
+    Initial weights are a function of (seed, parameter's name, global index): the same on every grid, to the bit.
+
+    Args:
+        config: its shape; vocab_size must be set.
+        grid: the process grid; None: the whole model in one process.
+        stages: which stages this process holds; default all of them (pipeline parallelism is not built yet).
+        num_stages: into how many the layers are split; default one.
+        seed: of weights and dropout; default: drawn from torch's default CPU generator.
+        sequence_parallel: norms, dropout and residuals on shares of the sequence.
+        recompute: what is recomputed in the backward pass.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: every rule of the shape that is broken.
+
+    Shapes:
+        ``model(tokens)``: (batch, sequence) -> logits (batch, sequence, share of the vocabulary);
+        ``model(tokens, targets)``: -> losses of each token (batch, sequence), 0 where the target is -100.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        grid: Grid | None = None,
+        stages: Sequence[int] | None = None,
+        num_stages: int | None = None,
+        *,
+        seed: int | None = None,
+        sequence_parallel: bool = False,
+        recompute: RecomputeConfig | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        axis = Axis("tensor") if grid is None else grid.tensor
+        count = num_stages or 1
+        held = list(range(count)) if stages is None else list(stages)
+        violations = config.violations() + _placement_violations(config, axis, count, held)
+        if violations:
+            raise ValueError("; ".join(violations))
+        self.config, self.axis = config, axis
+        self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.recompute = recompute or RecomputeConfig()
+        self.seed = draw_key() if seed is None else seed
+        # Parts are made without memory: their own initial weights would be drawn only to be drawn over.
+        linear = {"axis": axis, "sequence_parallel": self.sequence_parallel, "device": "meta", "dtype": dtype}
+        ranges = even_ranges(config.num_layers, count)
+        layers = [layer for stage in held for layer in range(*ranges[stage])]
+        first, last = 0 in held, count - 1 in held
+        with torch.random.fork_rng(devices=[]):  # the parts draw keys of their own, which are not used
+            self._build(layers, first, last, linear)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.initialize()
+        # Outside the module tree: a stage's parameters keep the names they have here.
+        made = {stage: Stage(self, range(*ranges[stage]), stage == 0, stage == count - 1) for stage in held}
+        object.__setattr__(self, "stages", made)
+
+    def _build(self, layers: list[int], first: bool, last: bool, linear: dict[str, Any]) -> None:
+        config, axis, device, dtype = self.config, self.axis, linear["device"], linear["dtype"]
+        assert config.vocab_size is not None
+        kind = {"device": device, "dtype": dtype}
+        if first or (last and config.tie_embeddings):
+            self.embedding = VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, axis, self.sequence_parallel, **kind
+            )
+        if first:
+            if config.position == "learned":
+                self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size, **kind)
+                if self.sequence_parallel:
+                    sequence_parallel_region(self.positions, axis)
+            key = random_key(self.seed, "dropout", "embedding_dropout")
+            self.embedding_dropout = Dropout(config.dropout, key, axis, self.sequence_parallel)
+        core = self.recompute.mode == "selective"
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, f"blocks.{layer}", self.seed, core, linear) for layer in layers}
+        )
+        if last:
+            self.final_norm = build_norm(config, axis, self.sequence_parallel, device, dtype)
+            if not config.tie_embeddings:
+                self.head = TensorParallelLinear(config.hidden_size, config.vocab_size, bias=False, **linear)
+
+    def initialize(self) -> None:
+        """Weights N(0, init_std), those that write to the residual stream narrower by sqrt(2 layers) (Radford et al.
+        2019); biases 0, norms 1. Drawn by (seed, name, global index)."""
+        residual = self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        for item in named_parameters(self):
+            if item.parameter.ndim == 1:
+                nn.init.constant_(item.parameter, 1.0 if item.name.endswith("norm.weight") else 0.0)
+                continue
+            writes = item.name.endswith(("attention.out.weight", "mlp.down.weight"))
+            key = random_key(self.seed, "parameter", item.name)
+            std = residual if writes else self.config.init_std
+            normal_(item.parameter, key, item.sharding, item.axis.rank, std)
+
+    stages: Mapping[int, Stage]
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch sequence"],
+        targets: Int[Tensor, "batch sequence"] | None = None,
+        context: SampleContext | None = None,
+    ) -> Tensor:
+        x = tokens
+        for stage in sorted(self.stages):
+            x = self.stages[stage](x, targets, context)
+        return x
+
+    def train(self, mode: bool = True) -> GPT:
+        super().train(mode)
+        for stage in getattr(self, "stages", {}).values():
+            stage.training = mode
+        return self
+
+
+def _placement_violations(config: GPTConfig, axis: Axis, count: int, held: list[int]) -> list[str]:
+    found = []
+    if config.vocab_size is None:
+        found.append("vocab_size is not set: give the tokenizer's")
+    heads = config.num_attention_heads
+    if axis.size > min(heads, config.ffn_size, config.vocab_size or heads):
+        limit = min(heads, config.ffn_size, config.vocab_size or heads)
+        found.append(
+            f"tensor={axis.size} ranks for num_attention_heads={heads}, ffn_hidden_size={config.ffn_size} and "
+            f"vocab_size={config.vocab_size}: at most {limit} can be used"
+        )
+    if count > config.num_layers:
+        found.append(f"num_stages={count} is more than num_layers={config.num_layers}")
+    if any(not 0 <= stage < count for stage in held):
+        found.append(f"stages={held} must lie in 0 to {count - 1}")
+    return found
+
+

@@ -1,0 +1,155 @@
+"""One training step on this rank's part of the grid: microbatches, reduction, norm, clipping, optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gridtron.core.checkpoint.tensors import ShardedTensorView
+from gridtron.core.communication import all_reduce
+from gridtron.core.data.batch import Batch
+from gridtron.core.optim.config import OptimizerConfig
+from gridtron.core.optim.norm import Held, clip_, gradient_norm
+from gridtron.core.optim.optimizer import Optimizer
+from gridtron.core.precision import wide_dtype
+from gridtron.core.sharding import Sharding
+from gridtron.core.training.protocols import LossSum, StepOutcome
+from gridtron.parallel.data_parallel.config import DataParallelConfig
+from gridtron.parallel.data_parallel.wrapper import DataParallel
+from gridtron.parallel.dropout import SampleContext
+from gridtron.parallel.parameters import NamedParameter, named_parameters
+
+if TYPE_CHECKING:
+    from gridtron.core.grid import Grid
+
+
+class TrainingEngine:
+    """core.training's Engine for a module that maps (tokens, targets) to the losses of each token.
+
+    The loss of a step is the mean over the unignored tokens of the global batch: their count is summed over the data
+    axis before the first backward pass, each microbatch's loss is its sum over that count, and every reduction is a
+    plain sum, so it does not matter how samples are spread over ranks and microbatches.
+
+    Args:
+        model: ``forward(tokens, targets)`` -> (batch, sequence) losses, 0 where ignored; where it takes ``context``, it
+            is handed the SampleContext of the microbatch.
+        grid: the process grid.
+        optimizer: which optimizer, and its constants and clipping.
+        data_parallel: buckets.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        optimizer: OptimizerConfig,
+        data_parallel: DataParallelConfig | None = None,
+    ):
+        options = data_parallel or DataParallelConfig()
+        self.grid = grid
+        self.data_axis = grid.axis("data", "context")
+        self.model = DataParallel(model, self.data_axis, zero=options.zero, bucket_bytes=options.bucket_bytes)
+        self.parameters = named_parameters(model, grid.tensor)
+        trained = {item.name: item.parameter for item in self.parameters if item.parameter.requires_grad}
+        self.optimizer = Optimizer(trained, optimizer)
+        self.grad_clip = optimizer.grad_clip
+        self._takes_context = "context" in inspect.signature(model.forward).parameters
+        self._warned = False
+        dtypes = [parameter.dtype for parameter in trained.values()] or [torch.float32]
+        self._wide = wide_dtype(dtypes[0])
+
+    # ---------------------------------------------------------------- a step
+    def forward_backward(self, microbatches: Sequence[Batch]) -> LossSum:
+        """Gradients of the mean loss over the unignored tokens of the global batch, reduced and ready for step()."""
+        self.model.train()
+        self.model.zero_grad()
+        count = self._sum_over_data(sum(batch.count for batch in microbatches))
+        if count == 0:
+            self._warn_of_no_tokens()
+        total = torch.zeros((), dtype=self._wide, device=self.grid.device)
+        for batch in microbatches[:-1]:
+            with self.model.no_reduce():
+                total += self._backward(batch, count)
+        for batch in microbatches[-1:]:
+            total += self._backward(batch, count)
+        self.model.finish_step()
+        return LossSum(float(all_reduce(total, self.data_axis)), count)
+
+    def _backward(self, batch: Batch, count: int) -> Tensor:
+        loss = self._losses(batch).sum() / max(count, 1)
+        loss.backward()
+        return loss.detach()
+
+    def _losses(self, batch: Batch) -> Tensor:
+        batch = batch.to(self.grid.device)
+        if self._takes_context:
+            return self.model(batch.tokens, batch.targets, context=SampleContext(batch.sample_indices))
+        return self.model(batch.tokens, batch.targets)
+
+    def step(self, lr: float) -> StepOutcome:
+        """Norm of the whole gradient, clipping, optimizer; a non-finite norm, which every rank sees, skips the update."""
+        held = self._gradients()
+        norm = gradient_norm([item for _, item in held], [self.grid.tensor, self.grid.pipeline])
+        applied = bool(torch.isfinite(norm))
+        if applied:
+            if self.grad_clip > 0:
+                clip_([item for _, item in held], norm, self.grad_clip)
+            self.optimizer.step(lr, {named.name: item.gradient for named, item in held})
+        self.model.zero_grad()
+        return StepOutcome(float(norm), applied)
+
+    def _gradients(self) -> list[tuple[NamedParameter, Held]]:
+        found = []
+        for named in self.parameters:
+            gradient = self.model.gradient(named.parameter)
+            if gradient is not None:
+                found.append((named, Held(gradient, named.sharding, named.axis)))
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> LossSum:
+        """Mean loss over the unignored tokens of all data ranks' ``batches``."""
+        self.model.eval()
+        total = torch.zeros((), dtype=self._wide, device=self.grid.device)
+        count = 0
+        for batch in batches:
+            total += self._losses(batch).sum()
+            count += batch.count
+        self.model.train()
+        count = self._sum_over_data(count)
+        return LossSum(float(all_reduce(total, self.data_axis)) / max(count, 1), count)
+
+    def _sum_over_data(self, count: int) -> int:
+        if self.data_axis.size == 1:
+            return count
+        return int(all_reduce(torch.tensor(count, device=self.grid.device), self.data_axis))
+
+    def _warn_of_no_tokens(self) -> None:
+        if not self._warned and self.grid.rank == 0:
+            warnings.warn("a step has no token that counts in the loss: its loss and gradients are zero", stacklevel=3)
+        self._warned = True
+
+    # ---------------------------------------------------------------- state
+    def state_dict(self) -> Mapping[str, ShardedTensorView]:
+        """Parameters, optimizer states and main weights under grid-independent names."""
+        self.optimizer.make_states()
+        writer = self.data_axis.rank == 0
+        views: dict[str, ShardedTensorView] = {}
+        states = self.optimizer.states()
+        for item in self.parameters:
+            rank = item.axis.rank
+            views[f"parameters/{item.name}"] = ShardedTensorView(item.parameter.detach(), item.sharding, rank, writer)
+            for key, tensor in states.get(item.name, {}).items():
+                # A state as large as the parameter lies like it; a counter is whole on every rank.
+                alike = tuple(tensor.shape) == tuple(item.parameter.shape)
+                sharding = item.sharding if alike else Sharding.whole(tuple(tensor.shape))
+                views[f"optimizer/{item.name}/{key}"] = ShardedTensorView(tensor, sharding, rank, writer)
+        return views
+
+    def load_state_dict(self, state: Mapping[str, ShardedTensorView]) -> None:
+        """The views of :meth:`state_dict` are filled in place, so nothing is left to copy."""

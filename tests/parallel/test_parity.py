@@ -1,0 +1,143 @@
+"""A run does not depend on its grid: rule 1, in float64, over grids, families, microbatches, recomputation, dropout."""
+
+import functools
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from gridtron.core.optim.config import OptimizerConfig
+
+from parity import FAMILIES, Case, assert_parity, run_case
+from ranks import run_ranks
+
+
+@functools.cache
+def _reference(key):
+    family, options = key
+    return run_case(_case(family, dict(options)).plain())
+
+
+def _case(family, options):
+    options = dict(options)
+    dropout = options.pop("dropout", 0.0)
+    config = replace(FAMILIES[family], dropout=dropout, attention_dropout=dropout, **options.pop("shape", {}))
+    return Case(config=config, **options)
+
+
+MATHEMATICS = ("dropout", "global_batch_size", "sequence_length", "steps", "optimizer", "masks")
+
+
+def check(family, world_size, bound=1e-10, **options):
+    shape = options.get("shape", {})
+    mathematics = {name: value for name, value in options.items() if name in MATHEMATICS}
+    if shape:
+        reference = run_case(_case(family, {**mathematics, "shape": shape}).plain())
+    else:
+        reference = _reference((family, tuple(sorted(mathematics.items()))))
+    results = run_ranks(run_case, world_size, _case(family, options))
+    for result in results:
+        assert_parity(result, reference, bound)
+        assert result["evaluation"] == results[0]["evaluation"] or world_size > 1
+        assert all(torch.equal(tensor, results[0]["replicas"][name]) for name, tensor in result["replicas"].items())
+
+
+@pytest.mark.case(4, 5, 19, 21)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_and_sequence(family, tensor, sequence_parallel):
+    check(family, tensor, grid={"tensor": tensor}, sequence_parallel=sequence_parallel, dropout=0.1)
+
+
+@pytest.mark.case(1)
+@pytest.mark.parametrize(("data", "micro"), [(1, 1), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)])
+def test_uneven_tokens_over_data_and_microbatches(data, micro):
+    check("llama", data, grid={"data": data}, micro_batch_size=micro, dropout=0.1)
+
+
+def pairwise_cases(seed=20261130):
+    """Every pair of values of two options occurs in some case: a greedy cover from a printed seed."""
+    options = {
+        "family": list(FAMILIES),
+        "sizes": [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (2, 4), (3, 1), (3, 2), (4, 2)],
+        "sequence_parallel": [False, True],
+        "micro_batch_size": [1, 2],
+        "recompute": ["none", "selective", "full"],
+        "dropout": [0.0, 0.1],
+        "bucket_bytes": [64, 1 << 20],
+        "masks": ["uneven", "all"],
+    }
+    print(f"pairwise seed {seed}")
+    generator = random.Random(seed)
+    names = list(options)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in options[a]
+        for y in options[b]
+    }
+    cases = []
+    while missing:
+        candidates = [{name: generator.choice(options[name]) for name in names} for _ in range(60)]
+        covered = lambda case: {p for p in missing if all(case[name] == value for name, value in p)}  # noqa: E731
+        best = max(candidates, key=lambda case: len(covered(case)))
+        if gain := covered(best):
+            missing -= gain
+            cases.append(best)
+    return cases
+
+
+@pytest.mark.parametrize("case", pairwise_cases(), ids=lambda case: "-".join(str(v) for v in case.values()))
+def test_pairwise(case):
+    case = dict(case)
+    tensor, data = case.pop("sizes")
+    check(case.pop("family"), tensor * data, grid={"tensor": tensor, "data": data}, **case)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "data", "sequence_parallel", "recompute"),
+    [("llama", 2, 2, True, "full"), ("gpt2", 4, 2, False, "selective"), ("qwen", 3, 2, True, "none")],
+)
+def test_twenty_steps_of_adamw(family, tensor, data, sequence_parallel, recompute):
+    check(
+        family,
+        tensor * data,
+        bound=1e-8,
+        grid={"tensor": tensor, "data": data},
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        micro_batch_size=2,
+        dropout=0.1,
+        steps=20,
+        optimizer=OptimizerConfig("adamw", lr=1e-3, grad_clip=1.0, weight_decay=0.1),
+    )
+
+
+@pytest.mark.case(19)
+@pytest.mark.parametrize(
+    ("shape", "tensor"),
+    [
+        ({"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 56}, 4),
+        ({"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 56}, 8),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7, "hidden_size": 28}, 3),
+        ({"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 28}, 4),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4 - 1, "hidden_size": 24}, 4),
+    ],
+)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_heads_that_do_not_divide(shape, tensor, sequence_parallel):
+    """Qwen2.5-0.5B's heads at tensor 4, 7B's at tensor 8, odd numbers elsewhere: uneven shares, shared KV heads."""
+    check("qwen", tensor, grid={"tensor": tensor}, sequence_parallel=sequence_parallel, shape=shape, dropout=0.1)
+
+
+@pytest.mark.case(3)
+@pytest.mark.parametrize("grid", [{}, {"tensor": 2}, {"data": 2}])
+def test_a_step_without_tokens(grid):
+    size = 2 if grid else 1
+    optimizer = OptimizerConfig("adamw", lr=1e-3, weight_decay=0.0)
+    for result in run_ranks(run_case, size, Case(grid=grid, masks="none", optimizer=optimizer)):
+        assert result["losses"] == [0.0] and result["norms"] == [0.0]
+        assert all(not tensor.any() for tensor in result["gradients"].values())
+        assert all(torch.isfinite(tensor).all() for tensor in result["parameters"].values())

@@ -1,0 +1,149 @@
+"""The dense reference: any grid's loss, gradients and training against one plain process, in float64.
+
+The error of a tensor is max|a-b| / max(max|b|, 1e-3 s), s the largest absolute entry over all of the model's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from gridtron.core import Grid
+from gridtron.core.data.batch import Batch
+from gridtron.core.optim.config import OptimizerConfig
+from gridtron.models import GPT, GPTConfig
+from gridtron.parallel import full_state_dict
+from gridtron.parallel.engine import TrainingEngine
+from gridtron.parallel.recompute import RecomputeConfig
+from torch import Tensor
+
+LLAMA = GPTConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=4,
+    ffn_hidden_size=11,
+    vocab_size=101,
+    max_position_embeddings=64,
+    init_std=0.3,
+)
+GPT2 = replace(
+    LLAMA,
+    num_key_value_heads=None,
+    normalization="layer_norm",
+    position="learned",
+    activation="gelu_tanh",
+    bias=True,
+    tie_embeddings=True,
+)
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen": replace(LLAMA, qkv_bias=True, tie_embeddings=True)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the harness. ``grid`` are Grid.create's sizes; every other field must not change the numbers."""
+
+    config: GPTConfig = LLAMA
+    grid: Mapping[str, int] = field(default_factory=dict)
+    sequence_parallel: bool = False
+    micro_batch_size: int = 4
+    recompute: str = "none"
+    bucket_bytes: int = 4096
+    # What may change the numbers:
+    global_batch_size: int = 8
+    sequence_length: int = 24
+    steps: int = 1
+    optimizer: OptimizerConfig = OptimizerConfig("sgd", lr=0.1, grad_clip=0.0, weight_decay=0.0)
+    masks: str = "uneven"
+
+    def plain(self) -> Case:
+        """The same run in one plain process, in one microbatch."""
+        return replace(
+            self,
+            grid={},
+            sequence_parallel=False,
+            micro_batch_size=self.global_batch_size,
+            recompute="none",
+            bucket_bytes=4096,
+        )
+
+
+def global_batch(case: Case, step: int) -> Batch:
+    """The same samples whatever the grid; very uneven counts of supervised tokens."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (case.global_batch_size, case.sequence_length)
+    vocabulary = case.config.vocab_size or 0
+    tokens, targets = (torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2))
+    if case.masks == "uneven":
+        for row in range(shape[0]):
+            targets[row, : row * shape[1] // shape[0]] = -100
+        targets[0, : shape[1] - 1] = -100
+    elif case.masks == "none":
+        targets[:] = -100
+    return Batch.of(tokens, targets, torch.arange(shape[0]) + step * shape[0])
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    columns = [getattr(batch, name).chunk(parts) for name in batch.__dataclass_fields__]
+    return [Batch(*pieces) for pieces in zip(*columns, strict=True)]
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Losses, norms, gradients of the first step, parameters after the last, on this rank of the case's grid."""
+    with Grid.create(**case.grid) as grid:
+        model = GPT(
+            case.config,
+            grid,
+            seed=7,
+            sequence_parallel=case.sequence_parallel,
+            recompute=RecomputeConfig(case.recompute),
+            dtype=torch.float64,
+        )
+        from gridtron.parallel.data_parallel.config import DataParallelConfig
+
+        engine = TrainingEngine(model, grid, case.optimizer, DataParallelConfig(bucket_bytes=case.bucket_bytes))
+        result: dict[str, Any] = {"initial": full_state_dict(model), "losses": [], "norms": []}
+        for step in range(case.steps):
+            own = split(global_batch(case, step), grid.data.size)[grid.data.rank]
+            outcome = engine.forward_backward(split(own, max(1, len(own.tokens) // case.micro_batch_size)))
+            if step == 0:
+                result["gradients"] = full_state_dict(engine.model, of="gradients")
+            norm = engine.step(case.optimizer.lr)
+            result["losses"].append(outcome.loss)
+            result["norms"].append(norm.grad_norm)
+        result["parameters"] = full_state_dict(model)
+        result["replicas"] = {
+            item.name: item.parameter.detach().clone()
+            for item in engine.parameters
+            if item.sharding.dim is None
+        }
+        result["evaluation"] = engine.evaluate(split(own, 2)).loss
+        return result
+
+
+def worst_error(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest error over all tensors, by rule 1, and whose it is."""
+    assert tensors.keys() == reference.keys(), tensors.keys() ^ reference.keys()
+    scale = max(float(tensor.abs().max()) for tensor in reference.values())
+    errors = [
+        (float((tensors[name] - b).abs().max()) / max(float(b.abs().max()), 1e-3 * scale, 1e-300), name)
+        for name, b in reference.items()
+    ]
+    return max(errors)
+
+
+def assert_parity(result: Mapping[str, Any], reference: Mapping[str, Any], bound: float) -> None:
+    """Initial weights to the bit; losses, norms, gradients and parameters within ``bound``."""
+    for name, tensor in reference["initial"].items():
+        assert torch.equal(result["initial"][name], tensor), f"initial weights of {name} depend on the grid"
+    for kind in ("losses", "norms"):
+        for a, b in zip(result[kind], reference[kind], strict=True):
+            assert abs(a - b) <= bound * max(abs(b), 1e-6), (kind, a, b)
+    for kind in ("gradients", "parameters"):
+        if reference[kind]:
+            error, name = worst_error(result[kind], reference[kind])
+            ratio = result[kind][name].norm() / reference[kind][name].norm()
+            assert error < bound, f"{kind}: {name} differs by {error:.2e} (norms' ratio {ratio:.6f})"
