@@ -7,7 +7,6 @@ commas in paths. So every override is held against the schema first, and the com
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +64,7 @@ def compose(
         violations += [request.files.with_place(fault) for fault in faults]
         plan, more = _finish(plan)
         violations += more
-        violations += _independent(check_rules(plan, surroundings or Surroundings.here(os.environ)), violations)
+        violations += _independent(check_rules(plan, surroundings or Surroundings.here({})), violations)
     if violations:
         raise Refusal(list(dict.fromkeys(violation.message for violation in violations)))
     return plan

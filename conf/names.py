@@ -173,5 +173,7 @@ def unknown_key(key: str, known: Iterable[str], written: str | None = None) -> s
 def nearest_choice(value: Any, choices: Iterable[str]) -> str:
     """The nearest of a few words, and all of them."""
     choices = list(choices)
+    if not choices:
+        return "there are none"
     close = difflib.get_close_matches(str(value).lower(), choices, 1, 0.4)
     return (f"nearest: {close[0]}; " if close else "") + f"there are {', '.join(choices)}"

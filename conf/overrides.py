@@ -198,17 +198,17 @@ def _check_value(override: Override, options: Mapping[str, Option], sweep: bool,
     if values is None:
         return
     if key not in options:  # an entry of a dictionary: added to what is there
-        result.accepted.append(f"++{key}={override.get_value_element_as_str()}")
+        result.accepted.append(f"++{key}={_text(override)}")
         return
     if any(isinstance(value, str) and "${" in value for value in values):  # known only once composed
-        result.accepted.append(f"{key}={override.get_value_element_as_str()}")
+        result.accepted.append(f"{key}={_text(override)}")
         return
     checked = [check_option(options[key], value) for value in values]
     faults = [found for found in checked if isinstance(found, Violation)]
     result.violations += faults
     if faults:
         return
-    text = override.get_value_element_as_str()
+    text = _text(override)
     if any(isinstance(value, dict) for value in values):
         # Hydra would merge a dictionary into the one that a file sets; an option's value replaces the one before.
         result.accepted += [f"{key}=null", f"++{key}={text}"]
@@ -231,3 +231,8 @@ def _values(override: Override, written: str, sweep: bool, result: CheckedOverri
         )
         return None
     return [item.text if isinstance(item, QuotedString) else item for item in override.sweep_iterator()]
+
+
+def _text(override: Override) -> str:
+    """The value as it stands in the (quoted) override."""
+    return (override.input_line or "").partition("=")[2]

@@ -61,7 +61,9 @@ class Plan:
 
 
 SECTIONS: Mapping[str, type] = {
-    name: schema for name, schema in typing.get_type_hints(Plan).items() if dataclasses.is_dataclass(schema)
+    name: schema
+    for name, schema in typing.get_type_hints(Plan).items()
+    if isinstance(schema, type) and dataclasses.is_dataclass(schema)
 }
 """Section of the plan -> its dataclass."""
 

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _prepare(arguments: list[str]) -> dict[str, Any]:
     from gridtron.conf.compose import compose
+    from gridtron.conf.rules import Surroundings
     from gridtron.core.data.prepare import default_cache_folder, prepare_data
     from gridtron.core.data.sources import DataError
 
@@ -36,7 +37,7 @@ def _prepare(arguments: list[str]) -> dict[str, Any]:
     if parsed.sweep or foreign:
         named = foreign[0] if foreign else "-m"
         raise Refusal([f"{named}: prepare takes data.path, data.tokenizer, data.directory and out=FILE.json only"])
-    plan = compose(parsed.overrides, parsed.directories)
+    plan = compose(parsed.overrides, parsed.directories, surroundings=Surroundings.here(os.environ))
     try:
         return prepare_data(plan.data, default_cache_folder(os.environ)).report()
     except DataError as fault:

@@ -30,8 +30,12 @@ class JobRecords:
     finished: dict[int, tuple[list[str], int]] = field(default_factory=dict)
 
 
-def run_sweep(arguments: Arguments) -> int:
-    """Runs every combination of the values given. Returns 0, 1 if a job failed, 2 if the request is wrong."""
+def run_sweep(arguments: Arguments, train: Sequence[str] = (sys.executable, "-m", "gridtron", "train")) -> int:
+    """Runs every combination of the values given, each by the command ``train`` followed by its overrides.
+
+    Returns:
+        0; 1 if a job failed; 2 if the request is wrong; 130 after Ctrl-C.
+    """
     try:
         if arguments.show:
             raise Refusal(["--cfg job shows one job; leave out -m, and give one value for each option"])
@@ -45,9 +49,11 @@ def run_sweep(arguments: Arguments) -> int:
         directory, overrides = _split_directory(arguments.overrides)
     except Refusal as refusal:
         return print_refusal(refusal)
+    except ValueError as fault:  # a launcher's variables that do not fit together
+        return print_refusal(Refusal([str(fault)]))
     options = all_options(schemas_of(request.files.chosen_parts(overrides, request.registry), request.registry))
     records = JobRecords()
-    job = _job(arguments.directories, records)
+    job = _job(train, arguments.directories, records)
     try:
         _run_hydra(job, request, [_for_hydra(written, options) for written in overrides], directory)
     except KeyboardInterrupt:
@@ -80,7 +86,7 @@ def _for_hydra(written: str, options: dict[str, Option]) -> str:
     return prefix + quote_path(f"{name}={value}", options, sweep=True)
 
 
-def _job(directories: Sequence[str], records: JobRecords) -> Callable[[Any], None]:
+def _job(train: Sequence[str], directories: Sequence[str], records: JobRecords) -> Callable[[Any], None]:
     parent, here = os.getpid(), os.getcwd()
 
     def job(_: Any) -> None:
@@ -89,7 +95,7 @@ def _job(directories: Sequence[str], records: JobRecords) -> Callable[[Any], Non
         hydra = HydraConfig.get()
         overrides, number, directory = list(hydra.overrides.task), int(hydra.job.num), hydra.runtime.output_dir
         folders = [word for folder in directories for word in ("--config-dir", folder)]
-        command = [sys.executable, "-m", "gridtron", "train", *folders, *overrides, f"run.directory={directory}"]
+        command = [*train, *folders, *overrides, f"run.directory={directory}"]
         print(f"gridtron: job {number}: {' '.join(overrides)} -> {directory}", file=sys.stderr, flush=True)
         code = subprocess.run(command, cwd=here, check=False).returncode
         if os.getpid() == parent:

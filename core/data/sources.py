@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import stat
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,20 +73,19 @@ def find_source(path: str | None) -> Source:
 def _matches(path: str) -> list[Path]:
     """Files that ``path`` names: taken literally if that exists (names may hold ``*`` or ``[``), else as a pattern."""
     literal = Path(path)
-    if literal.is_dir():
-        suffixes = [entry.suffix for entry in sorted(literal.iterdir()) if entry.is_file() and entry.suffix]
-        ending = max(set(suffixes), key=suffixes.count, default=".txt")
-        raise DataError(
-            f"data.path={path}: it is a folder; give a pattern, as in data.path={path.rstrip('/')}/*{ending}"
-        )
     try:
-        if literal.exists():
-            return [literal]
+        is_folder = stat.S_ISDIR(literal.stat().st_mode)
     except PermissionError:
         raise DataError(f"data.path={path}: no permission to look there; make its folder readable") from None
+    except (FileNotFoundError, NotADirectoryError):
+        is_folder = None
     except OSError as fault:
         raise DataError(f"data.path={path}: {fault.strerror}; give a shorter path or a pattern") from None
-    if Path(path + ".bin").exists() and Path(path + ".idx").exists():
+    if is_folder:
+        raise DataError(f"data.path={path}: it is a folder; give a pattern, as in data.path={_pattern_in(literal)}")
+    if is_folder is False:
+        return [literal]
+    if os.path.exists(path + ".bin") and os.path.exists(path + ".idx"):
         return [Path(path + ".bin")]
     if glob.has_magic(path):
         found = sorted(Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name))
@@ -93,6 +93,12 @@ def _matches(path: str) -> list[Path]:
             return found
         raise DataError(f"data.path={path}: no file matches the pattern; {_nearest_there(literal)}")
     raise DataError(f"data.path={path}: no such file; {_nearest_there(literal)}")
+
+
+def _pattern_in(folder: Path) -> str:
+    """A pattern for the most frequent kind of file in a folder."""
+    suffixes = [entry.suffix for entry in sorted(folder.iterdir()) if entry.is_file() and entry.suffix]
+    return str(folder / f"*{max(set(suffixes), key=suffixes.count, default='.txt')}")
 
 
 def _nearest_there(path: Path) -> str:
