@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class TrainingEngine:
         grid: the process grid.
         optimizer: which optimizer, and its constants and clipping.
         data_parallel: buckets.
+        build_optimizer: makes the optimizer from parameter groups, in place of the one that ``optimizer`` names.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TrainingEngine:
         grid: Grid,
         optimizer: OptimizerConfig,
         data_parallel: DataParallelConfig | None = None,
+        build_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     ):
         options = data_parallel or DataParallelConfig()
         self.grid = grid
@@ -56,8 +58,8 @@ class TrainingEngine:
         self.model = DataParallel(model, self.data_axis, zero=options.zero, bucket_bytes=options.bucket_bytes)
         self.parameters = named_parameters(model, grid.tensor)
         trained = {item.name: item.parameter for item in self.parameters if item.parameter.requires_grad}
-        self.optimizer = Optimizer(trained, optimizer)
-        self.grad_clip = optimizer.grad_clip
+        self.optimizer = Optimizer(trained, optimizer, build_optimizer)
+        self.grad_clip = float(getattr(optimizer, "grad_clip", 0.0))
         self._takes_context = "context" in inspect.signature(model.forward).parameters
         self._warned = False
         dtypes = [parameter.dtype for parameter in trained.values()] or [torch.float32]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,20 +26,28 @@ class Optimizer:
     Args:
         parameters: the trained ones by name.
         config: which optimizer and its constants.
+        build: makes the optimizer from parameter groups, in place of the one that ``config`` names.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    ):
         self.parameters = dict(parameters)
         self.main = {name: _main_weight(parameter) for name, parameter in self.parameters.items()}
         groups = [
             {
                 "params": [main for name, main in self.main.items() if decays(name, main) == decay],
-                "weight_decay": config.weight_decay if decay else 0.0,
+                "weight_decay": float(getattr(config, "weight_decay", 0.0)) if decay else 0.0,
             }
             for decay in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        self.inner = _build(groups, config) if groups else None
+        self._own = build is None
+        self.inner = (build(groups) if build else _build(groups, config)) if groups else None
+        self.make_states()
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """One update at the rate ``lr``; parameters without a gradient stay as they are."""
@@ -76,8 +84,11 @@ class Optimizer:
         return found
 
     def make_states(self) -> None:
-        """Fills the states that torch makes at the first step, as that step would, so that they can be loaded."""
-        if self.inner is None:
+        """Makes the states that torch would make at the first step, so that a checkpoint can fill them before.
+
+        A foreign optimizer makes its own, at its first step; until then it has none to load.
+        """
+        if self.inner is None or not self._own:
             return
         for group in self.inner.param_groups:
             for main in group["params"]:
@@ -103,7 +114,8 @@ def _build(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
 def _fresh_state(main: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     if "betas" in group:
         return {
-            "step": torch.zeros((), dtype=torch.float32, device=main.device if main.is_cuda else "cpu"),
+            # A count, in the wide dtype: nothing of a float64 run is below float64.
+            "step": torch.zeros((), dtype=main.dtype, device=main.device),
             "exp_avg": torch.zeros_like(main, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(main, memory_format=torch.preserve_format),
         }

@@ -1,0 +1,132 @@
+"""A plan and a grid become the parts of a run: model, engine, data. Shared by every command that runs a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gridtron.conf.schema import Plan
+from gridtron.core.precision import parameter_dtype
+
+if TYPE_CHECKING:
+    from gridtron.core.data.stream import EvaluationStream, SampleSource, TrainingStream
+    from gridtron.core.grid import Grid
+    from gridtron.parallel.engine import TrainingEngine
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one rank's run.
+
+    Args:
+        engine: runs steps.
+        training: this data rank's microbatches by position.
+        evaluation: held-out batches, or None where there is no evaluation.
+        flops_per_token: forward and backward of the whole model; 0 where it is not known (a model of the user's own).
+        peak_flops: of one device, or None where it is not known.
+        environment: facts of the run for environment.json.
+    """
+
+    engine: TrainingEngine
+    training: TrainingStream
+    evaluation: EvaluationStream | None
+    flops_per_token: float
+    peak_flops: float | None
+    environment: dict[str, Any]
+
+
+def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
+    """Builds everything that the loop needs on this rank.
+
+    Args:
+        plan: composed and checked.
+        grid: the running grid.
+        run_directory: unused by the parts themselves; plugins may want it.
+    """
+    from gridtron.conf.plugins import load_plugins
+    from gridtron.core.capabilities import peak_flops
+    from gridtron.models.cost.flops import training_flops
+    from gridtron.parallel.engine import TrainingEngine
+
+    registry = load_plugins(plan.plugins)
+    builders = {
+        section: registry.builder(section, name) for section, name in plan.parts.items() if section != "lr_schedule"
+    }
+    training, evaluation, facts = build_data(plan, grid, builders.get("data"))
+    model = build_model(plan, grid, builders.get("model"))
+    engine = TrainingEngine(
+        model, grid, plan.optimizer, plan.data_parallel, build_optimizer=bound(builders.get("optimizer"), plan, grid)
+    )
+    dtype = parameter_dtype(plan.precision.mode, grid.device)
+    flops = float(training_flops(plan.model, plan.train.sequence_length)) if is_own_model(plan) else 0.0
+    return Assembly(engine, training, evaluation, flops, peak_flops(grid.device, dtype), facts)
+
+
+def is_own_model(plan: Plan) -> bool:
+    """Whether the model is this project's GPT, whose costs are known."""
+    return "model" not in plan.parts and plan.model.build is None
+
+
+def bound(build: Callable[..., Any] | None, plan: Plan, grid: Grid) -> Callable[..., Any] | None:
+    """A plugin's optimizer: its builder gives a function from parameter groups to a torch.optim.Optimizer."""
+    return None if build is None else build(plan.optimizer, grid)
+
+
+def build_model(plan: Plan, grid: Grid, build: Callable[..., Any] | None = None) -> nn.Module:
+    """The model of a plan on this rank: this GPT, a plugin's, or the one that ``model.build`` names.
+
+    A user's own model is made under the run's seed, so that every rank makes the same.
+    """
+    import torch
+    from gridtron.conf.plugins import load_builder
+    from gridtron.models.gpt import GPT
+
+    dtype = parameter_dtype(plan.precision.mode, grid.device)
+    if not is_own_model(plan):
+        torch.manual_seed(plan.train.seed)
+        model = (build or load_builder(plan.model.build or ""))(plan.model, grid)
+        return model.to(device=grid.device, dtype=dtype)
+    return GPT(
+        plan.model,
+        grid,
+        seed=plan.train.seed,
+        sequence_parallel=plan.grid.sequence_parallel,
+        recompute=plan.recompute,
+        device=grid.device,
+        dtype=dtype,
+    )
+
+
+def build_data(
+    plan: Plan, grid: Grid, build: Callable[..., Any] | None = None
+) -> tuple[TrainingStream, EvaluationStream | None, dict[str, Any]]:
+    """This data rank's streams, and the facts of the data for environment.json.
+
+    A plugin's builder gives a sample source, or a pair of them: for training and held out (or None).
+    """
+    from gridtron.core.data.dataset import open_parts
+    from gridtron.core.data.prepare import default_cache_folder, prepare_data
+    from gridtron.core.data.stream import EvaluationStream, TrainingStream
+
+    held_out: SampleSource | None
+    if build is not None:
+        made = build(plan.data, grid)
+        source, held_out = made if isinstance(made, tuple) else (made, None)
+        facts: dict[str, Any] = {"data": {"plugin": plan.parts["data"]}}
+    else:
+        prepared = prepare_data(plan.data, default_cache_folder(os.environ), None if grid.rank == 0 else False)
+        vocabulary = getattr(plan.model, "vocab_size", None) or prepared.vocab_size
+        parts = open_parts(prepared, plan.data, plan.train.sequence_length, vocabulary, plan.evaluation.every > 0)
+        parts.training.check_start()
+        source, held_out = parts.training, parts.held_out
+        facts = {"data": prepared.report()}
+    axis = grid.axis("data", "context")
+    shape = (plan.train.global_batch_size, plan.train.micro_batch_size)
+    training = TrainingStream(source, plan.train.seed, *shape, axis.rank, axis.size)
+    evaluation = None
+    if plan.evaluation.every and held_out is not None:
+        evaluation = EvaluationStream(held_out, *shape, plan.evaluation.steps, axis.rank, axis.size)
+    return training, evaluation, facts
