@@ -122,10 +122,11 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
-        raise
+        # What fails in a write does not say which file it was.
+        raise OSError(error.errno, error.strerror, str(path)) from None
     sync_folder(path.parent)
 
 

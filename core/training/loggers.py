@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -16,19 +17,28 @@ class JsonLinesLogger:
     """Appends each row as one line, written at once, so that a reader never sees half a row but at a crash."""
 
     def __init__(self, path: Path):
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
         # A line that a crash cut off would swallow the next one.
         if self._file.tell() and not path.read_bytes().endswith(b"\n"):
             self._file.write("\n")
 
     def log(self, row: Mapping[str, Any]) -> None:
-        self._file.write(format_row(row) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(format_row(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # What fails in a write does not say which file it was.
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        # A row that found no room is still waiting, and finds none now; it was told when it was logged.
+        with contextlib.suppress(OSError):
             self._file.flush()
             os.fsync(self._file.fileno())
+        with contextlib.suppress(OSError):
             self._file.close()
 
 

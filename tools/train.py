@@ -1,0 +1,393 @@
+"""``gridtron train``: one process composes and decides, every rank trains.
+
+Without a launcher this process composes the plan and starts the ranks. Under torchrun, srun or mpirun rank 0 composes
+and hands plan, folder or refusal to the others through the job's own rendezvous: what a rank composed by itself could
+differ from its neighbours' (a time stamp, a file that changed in between).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gridtron.conf.refusal import Refusal
+from gridtron.conf.rules import needed_processes
+from gridtron.conf.schema import Plan, plan_from_dict
+from gridtron.core.errors import JobError
+from gridtron.core.grid import AXIS_NAMES, GridSizes, resolve_sizes
+from gridtron.core.launch import Launcher, find_launcher, local_cores
+from gridtron.core.supervise import run_local, run_ranked
+from gridtron.tools.arguments import compose_or_exit_code, parse_arguments, print_refusal
+from gridtron.tools.run_directory import (
+    METRICS,
+    Decision,
+    RunLock,
+    decide,
+    new_directory,
+    open_run,
+    requested_directory,
+    stored_plan,
+    write_environment,
+)
+
+if TYPE_CHECKING:
+    from gridtron.core.grid import Grid
+    from gridtron.core.training.callbacks import Callbacks
+    from gridtron.core.training.loggers import ConsoleLogger
+    from gridtron.core.training.loop import TrainingLoop
+    from gridtron.core.training.protocols import Logger
+
+_HANDING_TIMEOUT = 600.0
+"""Seconds that a rank waits for rank 0's decision: preparing a large text on first use takes minutes."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LONGEST_STEP = 300.0
+"""Seconds after which a rank writes where it stands; half of the time after which a collective gives up."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one training command, on all ranks. Returns the exit code."""
+    try:
+        launcher = find_launcher(os.environ)
+    except ValueError as error:
+        return print_refusal(Refusal([str(error)]))
+    try:
+        if launcher.name == "none":
+            return _start_here(arguments)
+        return _join(arguments, launcher)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+# -------------------------------------------------------------------- deciding
+def make_decision(arguments: Sequence[str], launched: int | None) -> tuple[Decision, RunLock] | int:
+    """Composes, chooses the run's folder and takes it; or an exit code, when all is said."""
+    with contextlib.ExitStack() as undo:
+        try:
+            decided = _decide(arguments, launched, undo)
+        except Refusal as refusal:
+            return print_refusal(refusal)
+        except OSError as error:
+            return print_refusal(
+                Refusal([f"{error.filename or 'the run'}: {error.strerror}; choose another run.directory"])
+            )
+        except JobError as error:
+            return print_refusal(Refusal([str(error)]))
+        if isinstance(decided, int):
+            return decided
+        undo.pop_all()
+        return decided
+
+
+def _decide(
+    arguments: Sequence[str], launched: int | None, undo: contextlib.ExitStack
+) -> tuple[Decision, RunLock] | int:
+    parsed = parse_arguments(arguments)
+    directory = requested_directory(parsed.overrides)
+    if parsed.help or parsed.show:
+        composed = compose_or_exit_code(arguments, launched, stored_plan(directory))
+        assert isinstance(composed, int)
+        return composed
+    # Held before it is read: what another job is about to write there must not be half seen.
+    lock = _taken(directory, undo) if directory is not None and directory.is_dir() else None
+    stored = stored_plan(directory)
+    plan = compose_or_exit_code(arguments, launched, stored)
+    if isinstance(plan, Plan) and directory is None and plan.run.directory:
+        # An option file names the folder.
+        directory = Path(plan.run.directory).expanduser().absolute()
+        stored = stored_plan(directory)
+        if stored is not None:
+            plan = compose_or_exit_code(arguments, launched, stored)
+    if isinstance(plan, int):
+        return plan
+    if lock is None:
+        made = directory is None or not directory.exists()
+        directory = new_directory(plan) if directory is None else directory
+        directory.mkdir(parents=True, exist_ok=True)
+        if made:
+            undo.callback(_remove_empty, directory)
+        lock = _taken(directory, undo)
+    assert directory is not None
+    decision = decide(plan, stored, parsed.overrides, directory)
+    if isinstance(decision, str):
+        print(decision)
+        return 0
+    return open_run(decision), lock
+
+
+def _taken(directory: Path, undo: contextlib.ExitStack) -> RunLock:
+    lock = RunLock(directory)
+    undo.callback(lock.release)
+    return lock
+
+
+def _remove_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def _start_here(arguments: Sequence[str]) -> int:
+    decided = make_decision(arguments, None)
+    if isinstance(decided, int):
+        return decided
+    decision, lock = decided
+    plan = plan_from_dict(decision.plan)
+    processes = needed_processes(plan)
+    try:
+        if processes == 1:
+            return run_ranked(run_rank, Launcher(), (decision,), lambda rank: "")
+        return run_local(run_rank, processes, (decision,), describe_ranks(plan, processes), _threads_asked())
+    finally:
+        lock.release()
+
+
+def _threads_asked() -> int | None:
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else None
+
+
+def _join(arguments: Sequence[str], launcher: Launcher) -> int:
+    """One of the processes that an outer launcher started."""
+    if launcher.local_world_size > 1 and _threads_asked() is None:
+        import torch
+
+        torch.set_num_threads(local_cores(os.sched_getaffinity(0), launcher.local_world_size))
+    lock: RunLock | None = None
+
+    def make() -> Decision | int:
+        nonlocal lock
+        decided = make_decision(arguments, launcher.world_size)
+        if isinstance(decided, int):
+            return decided
+        decision, lock = decided
+        return decision
+
+    if launcher.init_method is None:
+        decision, store = make(), None
+    else:
+        decision, store = hand_over(launcher, make)
+    if isinstance(decision, int):
+        return decision
+    try:
+        describe = describe_ranks(plan_from_dict(decision.plan), launcher.world_size)
+        return run_ranked(run_rank, launcher, (decision,), describe)
+    finally:
+        # Rank 0 may be the rendezvous of the others: it lives as long as the job.
+        del store
+        if lock is not None:
+            lock.release()
+
+
+def hand_over(
+    launcher: Launcher, make: Callable[[], Decision | int], timeout: float = _HANDING_TIMEOUT
+) -> tuple[Any, Any]:
+    """Rank 0's decision, on every rank, before there is a process group; and the store that carried it.
+
+    Args:
+        launcher: with the job's rendezvous.
+        make: called on rank 0 alone; an exit code ends every rank.
+        timeout: seconds to wait for another rank.
+    """
+    from torch.distributed import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    assert launcher.init_method is not None
+    store, _, _ = next(
+        rendezvous(launcher.init_method, launcher.rank, launcher.world_size, timeout=timedelta(seconds=timeout))
+    )
+    shared = PrefixStore("gridtron/decision", store)
+    if launcher.rank != 0:
+        told = json.loads(shared.get("decision"))
+        shared.add("read", 1)
+        return (told["exit"] if "exit" in told else Decision.from_json(told["decision"])), store
+    try:
+        decision = make()
+    except BaseException:
+        shared.set("decision", json.dumps({"exit": 1}))
+        raise
+    told = {"exit": decision} if isinstance(decision, int) else {"decision": decision.to_json()}
+    shared.set("decision", json.dumps(told))
+    if isinstance(decision, int):
+        # This process may hold the store: it stays until the others, which may start later, have read.
+        deadline = time.monotonic() + min(timeout, 60)
+        while shared.add("read", 0) < launcher.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return decision, store
+
+
+def describe_ranks(plan: Plan, world_size: int) -> Callable[[int], str]:
+    """Names a rank's place on the axes that are longer than 1, as in "data 0, tensor 1"."""
+    sizes: GridSizes = resolve_sizes(world_size, plan.grid.order, **_axes(plan))
+
+    def describe(rank: int) -> str:
+        place = sizes.coordinate(rank)
+        return ", ".join(f"{name} {place[name]}" for name in sizes.order if sizes.sizes[name] > 1) or "alone"
+
+    return describe
+
+
+def _axes(plan: Plan) -> dict[str, int]:
+    return {name: getattr(plan.grid, name) for name in AXIS_NAMES}
+
+
+# -------------------------------------------------------------------- one rank
+def run_rank(launcher: Launcher, decision: Decision) -> int:
+    """Trains as one rank of the grid."""
+    from gridtron.core.grid import Grid
+    from gridtron.tools.assemble import assemble
+
+    plan = plan_from_dict(decision.plan)
+    grid = Grid.create(
+        plan.grid.data,
+        plan.grid.pipeline,
+        plan.grid.context,
+        plan.grid.tensor,
+        order=plan.grid.order,
+        launcher=launcher,
+    )
+    directory = Path(decision.directory)
+    assembly = assemble(plan, grid, directory)
+    loop = make_loop(plan, grid, directory, assembly)
+    if decision.checkpoint is not None:
+        loop.resume(Path(decision.checkpoint), decision.own)
+    loggers: list[Logger] = []
+    try:
+        if grid.rank == 0:
+            write_environment(decision, _facts(grid, assembly.environment))
+            loggers = _start_logging(plan, grid, decision, loop)
+        loop.loggers = loggers
+        progress = loop.run()
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise JobError(
+            f"{error.filename or directory}: {error.strerror}. Make room, and start the same command with "
+            f"run.directory={directory} again: it goes on from the last checkpoint"
+        ) from None
+    finally:
+        for logger in loggers:
+            logger.close()
+    if grid.rank == 0:
+        _say_end(loop, progress.step, directory)
+    # Only now, when every rank has come to its end: ending the process group of a failed job would wait for its peers.
+    grid.close()
+    return 0
+
+
+def make_loop(plan: Plan, grid: Grid, directory: Path, assembly: Any) -> TrainingLoop:
+    """The loop over an assembled run."""
+    from gridtron.core.training.loop import TrainingLoop
+    from gridtron.core.training.metrics import Work
+
+    return TrainingLoop(
+        engine=assembly.engine,
+        data=assembly.training,
+        grid=grid,
+        directory=directory,
+        learning_rate=make_learning_rate(plan, grid),
+        total_steps=plan.train.steps,
+        stop_after=plan.train.stop_after,
+        evaluation=assembly.evaluation,
+        evaluate_every=plan.evaluation.every,
+        save_every=plan.checkpoint.every,
+        callbacks=make_callbacks(plan, grid),
+        work=Work(assembly.flops_per_token, assembly.peak_flops, grid.world_size),
+    )
+
+
+def make_learning_rate(plan: Plan, grid: Grid) -> Callable[[int], float]:
+    """The rate of a step: this project's schedules, or a plugin's, built as ``rate(step, base_lr, total_steps)``."""
+    from gridtron.core.optim.schedule import learning_rate
+
+    base, steps = plan.optimizer.lr, plan.train.steps
+    if "lr_schedule" in plan.parts:
+        rate = _registry(plan).builder("lr_schedule", plan.parts["lr_schedule"])(plan.lr_schedule, grid)
+        return lambda step: float(rate(step, base, steps))
+    return lambda step: learning_rate(step, plan.lr_schedule, base, steps)
+
+
+def make_callbacks(plan: Plan, grid: Grid) -> Callbacks:
+    """The callbacks that the plan asks for, then those of plugins."""
+    from gridtron.core.training.callbacks import (
+        Callbacks,
+        GarbageCollection,
+        ProfilerWindow,
+        StackDump,
+        StopOnNonFinite,
+    )
+    from gridtron.core.training.protocols import Callback
+
+    train = plan.train
+    made: list[Callback] = [
+        StopOnNonFinite(train.max_nonfinite, train.on_nonfinite == "stop"),
+        StackDump(_LONGEST_STEP),
+    ]
+    if train.garbage_collection_every:
+        made.append(GarbageCollection(train.garbage_collection_every))
+    if plan.logging.profile:
+        first, last = plan.logging.profile.split(":")
+        made.append(ProfilerWindow(int(first), int(last)))
+    if plan.callbacks:
+        registry = _registry(plan)
+        made += [registry.builder("callback", name)(config, grid) for name, config in plan.callbacks.items()]
+    return Callbacks(made)
+
+
+def _registry(plan: Plan) -> Any:
+    from gridtron.conf.plugins import load_plugins
+
+    return load_plugins(plan.plugins)
+
+
+# -------------------------------------------------------------------- rank 0 alone
+def _start_logging(plan: Plan, grid: Grid, decision: Decision, loop: TrainingLoop) -> list[Logger]:
+    from gridtron.core.optim.config import LRScheduleConfig
+    from gridtron.core.optim.schedule import spans
+    from gridtron.core.training.loggers import ConsoleLogger, JsonLinesLogger, TensorBoardLogger, show_grid
+
+    directory = Path(decision.directory)
+    done = loop.progress.step
+    show_grid(grid.sizes.sizes, grid.sizes.order, {"run": decision.directory})
+    console: ConsoleLogger = ConsoleLogger(plan.train.steps, done, plan.logging.every)
+    warnings = (
+        spans(plan.lr_schedule, plan.train.steps).warnings if isinstance(plan.lr_schedule, LRScheduleConfig) else ()
+    )
+    for note in (*decision.notes, *(f"warning: {text}" for text in warnings)):
+        console.note(note)
+    loop.warn = lambda text: console.note(f"warning: {text}")
+    loggers: list[Logger] = [console, JsonLinesLogger(directory / METRICS)]
+    if plan.logging.tensorboard:
+        loggers.append(TensorBoardLogger(directory / "tensorboard", done + 1 if done else 0))
+    if plan.loggers:
+        registry = _registry(plan)
+        loggers += [registry.builder("logger", name)(config, grid) for name, config in plan.loggers.items()]
+    return loggers
+
+
+def _facts(grid: Grid, environment: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    facts: dict[str, Any] = {
+        "world_size": grid.world_size,
+        "grid": dict(grid.sizes.sizes),
+        "device": str(grid.device.type),
+        "threads": torch.get_num_threads(),
+    }
+    if grid.device.type == "cuda":
+        facts["device_name"] = torch.cuda.get_device_name(grid.device)
+    return facts | environment
+
+
+def _say_end(loop: TrainingLoop, step: int, directory: Path) -> None:
+    if step < loop.total_steps:
+        print(f"stopped after step {step} of {loop.total_steps}, as asked; saved in {directory}", file=sys.stderr)
+    else:
+        print(f"done: {step} steps, saved in {directory}", file=sys.stderr)
