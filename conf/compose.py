@@ -61,7 +61,7 @@ def compose(
         violations += [Violation(line) for line in refusal.violations]
     else:
         plan, faults = build_plan(values, request.registry)
-        violations += [request.files.with_place(fault) for fault in faults]
+        violations += [request.files.with_place(fault, plan.choices) for fault in faults]
         plan, more = _finish(plan)
         violations += more
         violations += _independent(check_rules(plan, surroundings or Surroundings.here({})), violations)
@@ -78,12 +78,21 @@ def _independent(found: list[Violation], before: list[Violation]) -> list[Violat
 
 @dataclass(frozen=True)
 class Request:
-    """Overrides that were held against the schema, and what is needed to compose them."""
+    """Overrides that were held against the schema, and what is needed to compose them.
+
+    Args:
+        checked: the overrides.
+        files: where option files are looked for.
+        registry: what plugins registered.
+        stored: the plan of a run that is continued.
+        parts: sections for which the command line or the experiment picks a registered part.
+    """
 
     checked: CheckedOverrides
     files: ConfigFiles
     registry: Registry
     stored: Mapping[str, Any] | None
+    parts: frozenset[str]
 
     def compose(self) -> dict[str, Any]:
         """Nested dictionaries of every option, from the accepted overrides.
@@ -104,9 +113,8 @@ class Request:
     def base(self) -> dict[str, Any]:
         """The default of every option, those of registered callbacks and loggers included."""
         base = plan_to_dict(Plan())
-        for section, name in self.checked.groups.items():
-            if section in SECTIONS and name in self.registry.parts(section):
-                del base[section]
+        for section in self.parts:  # the registered part brings its own
+            del base[section]
         for section, kind in PART_SECTIONS.items():
             parts = {name: dataclasses.asdict(part.schema()) for name, part in self.registry.parts(kind).items()}
             if parts:
@@ -155,13 +163,14 @@ def check_request(
     files = ConfigFiles.find(config_directories)
     files, registry = _load_plugins(files, overrides, stored)
     choices = files.chosen_parts(overrides, registry)
+    parts = frozenset(choices)
     if stored is not None:
         kept = {section: values for section, values in stored.items() if section in SECTIONS and section not in choices}
         choices = {**kept, **choices}
     options = all_options(schemas_of(choices, registry))
     groups = files.groups({section: registry.parts(section) for section in SECTIONS})
     checked = check_overrides(overrides, options, groups, sweep)
-    return Request(checked, files, registry, stored)
+    return Request(checked, files, registry, stored, parts)
 
 
 def _load_plugins(

@@ -170,15 +170,16 @@ class ConfigFiles:
         paths = [f"'file://{folder}'" for folder in self.directories[1:]] + ["'pkg://gridtron.conf'"]
         return [f"hydra.searchpath=[{','.join(paths)}]"]
 
-    def with_place(self, fault: Violation) -> Violation:
-        """A violation with the option file in which its key stands, where one of the user's files has it."""
-        for folder in (*self.directories, PACKAGE):
-            for file in sorted(folder.glob("*/*.yaml")):
-                content = _load_yaml(file)
-                packaged = "@package _global_" in file.read_text(encoding="utf-8", errors="replace")[:500]
-                nested = content if packaged else {file.parent.name: content}
-                if any(_holds(nested, key.split(".")) for key in fault.keys):
-                    return Violation(f"{fault.message} (in {file.parent.name}/{file.name})", fault.keys)
+    def with_place(self, fault: Violation, choices: Mapping[str, str]) -> Violation:
+        """A violation with the option file in which its key stands, where one of those chosen has it."""
+        for group, name in choices.items():
+            file = self.option_file(group, name)
+            if file is None:
+                continue
+            content = _load_yaml(file)
+            nested = content if group == "experiment" else {group: content}
+            if any(_holds(nested, key.split(".")) for key in fault.keys):
+                return Violation(f"{fault.message} (in {group}/{file.name})", fault.keys)
         return fault
 
 

@@ -154,6 +154,12 @@ def _most_similar(name: str, leaf: str, known: list[str]) -> str | None:
     return aliases[close[0]] if close else None
 
 
+def is_misspelling(key: str, nearest: str) -> bool:
+    """Whether ``key`` is so near to an option, or such a usual name of it, that it surely was meant."""
+    leaf = key.rpartition(".")[2]
+    return leaf in _ALIASES.get(nearest, ()) or difflib.SequenceMatcher(None, key, nearest).ratio() >= 0.85
+
+
 def unknown_key(key: str, known: Iterable[str], written: str | None = None) -> str:
     """The refusal of an option that does not exist.
 

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from gridtron.conf.names import nearest_choice, nearest_key, unknown_key
+from gridtron.conf.names import is_misspelling, nearest_choice, nearest_key, unknown_key
 from gridtron.conf.schema import PART_SECTIONS, Option, check_option
 from gridtron.conf.values import Violation
 
@@ -124,7 +124,7 @@ def _check_one(
     else:
         result.violations.append(Violation(unknown_key(key, [*options, *groups], written), {key}))
         nearest = nearest_key(key, options)
-        if nearest is not None:
+        if nearest is not None and is_misspelling(key, nearest):
             meant = f"{nearest}={written.partition('=')[2]}"
             attempt = check_overrides([meant], options, groups, sweep)
             result.accepted += [] if attempt.violations else attempt.accepted

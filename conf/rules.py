@@ -74,7 +74,7 @@ def needed_processes(plan: Plan, launched: int | None = None) -> int:
     if launched is not None:
         return launched
     if isinstance(plan.launch.processes, int):
-        return plan.launch.processes
+        return max(plan.launch.processes, 1)
     product = 1
     for name in AXIS_NAMES:
         product *= max(getattr(plan.grid, name), 1)
