@@ -7,9 +7,10 @@ processes and is none.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gridtron.core.options import option
@@ -209,9 +210,11 @@ def expand_counts(counts: str) -> list[int]:
     return found
 
 
-def local_cores(affinity: Sequence[int] | set[int], processes: int) -> int:
+def threads_each(processes: int) -> int:
     """Threads for each of ``processes`` on the cores that this process may use."""
-    return max(1, len(affinity) // processes)
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, cores // processes)
 
 
 def _required(environment: Mapping[str, str], name: str, started: str) -> str:

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from gridtron.core.errors import JobError
-from gridtron.core.launch import Launcher, local_cores
+from gridtron.core.launch import Launcher, threads_each
 
 _GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -76,9 +76,7 @@ def run_local(
     if method is None:
         method = _start_method()
     if threads is None:
-        threads = local_cores(
-            os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1), processes
-        )
+        threads = threads_each(processes)
     folder = tempfile.mkdtemp(prefix="gridtron-")
     try:
         with _Interruption() as interruption:

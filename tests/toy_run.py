@@ -158,7 +158,9 @@ def module() -> types.ModuleType:
 
 if __name__ == "__main__":
     sys.modules["gridtron.tools.assemble"] = module()
+    from gridtron.tools import arguments
     from gridtron.tools.train import main
 
+    arguments.check_data = lambda plan: None
     time.sleep(float(os.environ.get("TOY_LATE", "0")) * int(os.environ.get("RANK", "0")))
     sys.exit(main(sys.argv[1:]))

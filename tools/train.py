@@ -23,7 +23,7 @@ from gridtron.conf.rules import needed_processes
 from gridtron.conf.schema import Plan, plan_from_dict
 from gridtron.core.errors import JobError
 from gridtron.core.grid import AXIS_NAMES, GridSizes, resolve_sizes
-from gridtron.core.launch import Launcher, find_launcher, local_cores
+from gridtron.core.launch import Launcher, find_launcher, threads_each
 from gridtron.core.supervise import run_local, run_ranked
 from gridtron.tools.arguments import compose_or_exit_code, parse_arguments, print_refusal
 from gridtron.tools.run_directory import (
@@ -159,7 +159,7 @@ def _join(arguments: Sequence[str], launcher: Launcher) -> int:
     if launcher.local_world_size > 1 and _threads_asked() is None:
         import torch
 
-        torch.set_num_threads(local_cores(os.sched_getaffinity(0), launcher.local_world_size))
+        torch.set_num_threads(threads_each(launcher.local_world_size))
     lock: RunLock | None = None
 
     def make() -> Decision | int:
@@ -212,15 +212,20 @@ def hand_over(
         decision = make()
     except BaseException:
         shared.set("decision", json.dumps({"exit": 1}))
+        _wait_until_read(shared, launcher.world_size - 1, 5)
         raise
     told = {"exit": decision} if isinstance(decision, int) else {"decision": decision.to_json()}
     shared.set("decision", json.dumps(told))
     if isinstance(decision, int):
-        # This process may hold the store: it stays until the others, which may start later, have read.
-        deadline = time.monotonic() + min(timeout, 60)
-        while shared.add("read", 0) < launcher.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _wait_until_read(shared, launcher.world_size - 1, min(timeout, 60))
     return decision, store
+
+
+def _wait_until_read(shared: Any, readers: int, timeout: float) -> None:
+    """This process may hold the store: it stays until the others, which may start later, have read."""
+    deadline = time.monotonic() + timeout
+    while shared.add("read", 0) < readers and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def describe_ranks(plan: Plan, world_size: int) -> Callable[[int], str]:

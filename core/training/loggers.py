@@ -105,7 +105,7 @@ class ConsoleLogger:
         self._total = total_steps
         self._every = every
         self._stream = stream or sys.stderr
-        self._seconds: float | None = None
+        self._seconds, self._logged = 0.0, 0
         self._bar: Any = None
         if getattr(self._stream, "isatty", lambda: False)():
             self._bar, self._task = self._make_bar(done)
@@ -127,16 +127,17 @@ class ConsoleLogger:
 
     def log(self, row: Mapping[str, Any]) -> None:
         if "grad_norm" in row:
-            # The first step compiles, allocates and reads cold files: a running mean forgets it soon.
+            # The first step compiles, allocates and reads cold files: it says little of the rest.
             seconds = row["step_seconds"]
-            self._seconds = seconds if self._seconds is None else 0.8 * self._seconds + 0.2 * seconds
+            self._logged += 1
+            self._seconds = seconds if self._logged <= 2 else 0.8 * self._seconds + 0.2 * seconds
         if self._bar is not None:
             self._log_bar(row)
         elif "grad_norm" not in row or row["step"] % self._every == 0 or row["step"] in (1, self._total):
             self.note(describe_row(row, self._total) + self._left(row))
 
     def _left(self, row: Mapping[str, Any]) -> str:
-        left = (self._total - row["step"]) * (self._seconds or 0)
+        left = (self._total - row["step"]) * self._seconds
         return f"  {time_left(left)} left" if "grad_norm" in row and row["step"] < self._total else ""
 
     def _log_bar(self, row: Mapping[str, Any]) -> None:

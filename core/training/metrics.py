@@ -82,7 +82,7 @@ class Work:
     """What the throughput is held against.
 
     Args:
-        flops_per_token: model FLOPs of one trained token, forward and backward.
+        flops_per_token: model FLOPs of one trained token, forward and backward; 0 where they are not known.
         peak_flops: of one device, FLOPs per second; None where it is not known.
         devices: number of ranks.
     """
@@ -113,7 +113,7 @@ class StepTimer:
         seconds = self._now() - self._began
         work = self._work
         mfu = None
-        if work.peak_flops:
+        if work.peak_flops and work.flops_per_token:
             mfu = work.flops_per_token * processed / seconds / (work.peak_flops * work.devices)
         return {
             "tokens_per_second": counted / seconds,
