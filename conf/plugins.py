@@ -73,7 +73,7 @@ class Registry:
             raise ValueError(f"{kind} {name!r}: a name is made of letters, digits and _")
         if name in self._parts.get(kind, {}):
             raise ValueError(f"{kind} {name!r} is registered twice; give one of them another name")
-        fault = _schema_fault(schema) or signature_fault(build)
+        fault = _schema_fault(schema) or _missing_field(kind, schema) or signature_fault(build)
         if fault:
             raise ValueError(f"{kind} {name!r}: {fault}")
         self._parts.setdefault(kind, {})[name] = Part(schema, build)
@@ -189,6 +189,13 @@ def _schema_fault(schema: Any) -> str | None:
     for entry in options:
         if isinstance(found := convert(entry.default, entry.annotation, entry.metadata), Violation):
             return f"the default {entry.key}={show(entry.default)} does not fit: {found.message}"
+    return None
+
+
+def _missing_field(kind: str, schema: type) -> str | None:
+    """The loop multiplies the schedule with the optimizer's ``lr``: every optimizer has one."""
+    if kind == "optimizer" and "lr" not in {item.name for item in dataclasses.fields(schema)}:
+        return f"{schema.__name__} has no field lr, the rate that the schedule scales; add one"
     return None
 
 

@@ -10,12 +10,15 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from gridtron.core.options import option
-from gridtron.parallel.dropout import Dropout
+
+if TYPE_CHECKING:
+    # The command line reads the options above without torch.
+    from torch import nn
+
+    from gridtron.parallel.dropout import Dropout
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str 
         raise ValueError(f'policy={policy!r}: it is "full" (recompute) or "none"')
     from torch.utils.checkpoint import checkpoint
 
+    from gridtron.parallel.dropout import Dropout
+
     counters = [module for module in _modules(function, args) if isinstance(module, Dropout)]
     before = [module.calls for module in counters]
 
@@ -71,6 +76,8 @@ def _counters_set_back(counters: list[Dropout], before: list[int]) -> Iterator[N
 
 def _modules(function: Any, args: tuple[Any, ...] = ()) -> list[nn.Module]:
     """Modules that a callable runs: itself, its owner, what it closes over, and modules among the arguments."""
+    from torch import nn
+
     found: dict[int, nn.Module] = {}
 
     def look(value: Any) -> None:

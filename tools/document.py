@@ -16,18 +16,19 @@ from gridtron.conf.values import show
 _HEAD = """\
 # Configuration
 
-Every key of the configuration, with its type, default and meaning. This page is generated from the dataclasses beside the
-parts (`python -m gridtron.tools.document docs/configuration.md`); a test holds it against them.
+Every key of the configuration, with its type, default and meaning. This page is generated from the dataclasses beside
+the parts (`python -m gridtron.tools.document docs/configuration.md`); a test holds it against them.
 
-`gridtron train SECTION.KEY=VALUE` sets a key. `gridtron train GROUP=FILE` takes a file of options: from a folder given by
-`--config-dir FOLDER`, from `./conf/GROUP/` of the working directory, or from this package. Keys given by hand go on top of
-files, and `experiment` goes on top of the other groups' files. `--cfg job` prints the result and starts nothing.
+`gridtron train SECTION.KEY=VALUE` sets a key. `gridtron train GROUP=FILE` takes a file of options: from a folder
+given by `--config-dir FOLDER`, from `./conf/GROUP/` of the working directory, or from this package. Keys given by
+hand go on top of files, and `experiment` goes on top of the other groups' files. `--cfg job` prints the result and
+starts nothing.
 
-An option that does not exist, or a value that does not fit, is refused before anything starts, all of them at once, with the
-nearest that does.
+An option that does not exist, or a value that does not fit, is refused before anything starts, all of them at once,
+with the nearest that does.
 
-Paths may hold spaces, commas, quotes and `=`; `~` is expanded, `$NAME` is not. In a sweep (`-m`) a comma outside quotes
-separates two paths.
+Paths may hold spaces, commas, quotes and `=`; `~` is expanded, `$NAME` is not. In a sweep (`-m`) a comma outside
+quotes separates two paths.
 
 ## Groups
 """
@@ -44,10 +45,21 @@ def register(registry):
     registry.add("model", "my_model", MyModelConfig, build)   # build(config, grid)
 ```
 
-Kinds are model, data, optimizer, lr_schedule, callback and logger. `MyModelConfig` is a frozen dataclass with a default for
-each field. `model=my_model model.width=64` then picks the part and sets its options. Callbacks and loggers run once they
-are registered: `callbacks.NAME.KEY=VALUE` sets an option, `~callbacks.NAME` leaves one out. An installed distribution offers
-plugins through the entry-point group `gridtron.plugins`.
+What `build(config, grid)` returns, by kind:
+
+| kind | returns |
+| --- | --- |
+| model | an `nn.Module`: `model(tokens, targets)` -> losses of the tokens (batch, sequence) |
+| data | a sample source (`len()`, `samples(indices)`), or a pair of them: for training and held out |
+| optimizer | a function from parameter groups to a `torch.optim.Optimizer`; the dataclass has a field `lr` |
+| lr_schedule | a function (step from 1, base_lr, total_steps) -> rate |
+| callback | a `gridtron.core.training.protocols.Callback`, on every rank |
+| logger | a `gridtron.core.training.protocols.Logger`, on rank 0 |
+
+Kinds are model, data, optimizer, lr_schedule, callback and logger. `MyModelConfig` is a frozen dataclass with a
+default for each field. `model=my_model model.width=64` then picks the part and sets its options. Callbacks and
+loggers run once they are registered: `callbacks.NAME.KEY=VALUE` sets an option, `~callbacks.NAME` leaves one out. An
+installed distribution offers plugins through the entry-point group `gridtron.plugins`.
 """
 
 
@@ -64,7 +76,9 @@ def render() -> str:
             lines += ["", f"## {section}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         bounds = _bounds(entry.metadata)
         meaning = entry.meaning + (f" ({bounds})" if bounds else "")
-        lines.append(f"| `{key}` | {entry.type_name} | `{show(entry.default)}` | {meaning.replace('|', chr(92) + '|')} |")
+        lines.append(
+            f"| `{key}` | {entry.type_name} | `{show(entry.default)}` | {meaning.replace('|', chr(92) + '|')} |"
+        )
     return "\n".join(lines) + "\n" + _FOOT
 
 

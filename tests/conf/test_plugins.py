@@ -25,13 +25,17 @@ class Mine:
 class Bell:
     every: int = option(10, "steps", minimum=1)
 
+@dataclass(frozen=True)
+class Slow:
+    lr: float = option(0.1, "rate", minimum=0)
+
 def build(config, grid):
     return (config.width, grid)
 
 def register(registry):
     registry.add("model", "mine", Mine, build)
     registry.add("callback", "bell", Bell, build)
-    registry.add("optimizer", "slow", Bell, build)
+    registry.add("optimizer", "slow", Slow, build)
 """
 
 
@@ -146,11 +150,12 @@ class WrongDefault:
             "a",
             WrongDefault,
             lambda config, grid: 0,
-            "the default WrongDefault.size=a does not fit: needs an int",
+            "the default WrongDefault.size=a does not fit",
         ),
         ("model", "a", Fine, lambda config: 0, "cannot be called as (config, grid)"),
         ("model", "a", Fine, lambda config, grid, third: 0, "cannot be called as (config, grid)"),
         ("model", "a", Fine, 3, "is not callable"),
+        ("optimizer", "a", Fine, lambda config, grid: 0, "has no field lr"),
         ("loss", "a", Fine, lambda config, grid: 0, "there are model, data"),
     ],
 )
