@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.gridtron-installed
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-all test-gpu lint types format clean
+.PHONY: help setup train test test-all test-gpu lint types format peers clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,5 +47,9 @@ types: $(STAMP)  ## mypy over the whole tree
 	@for folder in core parallel models conf tools; do ln -sfn ../../$$folder .types/gridtron/$$folder; done
 	MYPYPATH=.types $(BIN)/mypy --config-file pyproject.toml -p gridtron
 
+peers: $(STAMP)  ## what `gridtron bench` compares with, apart in .peers; no test needs them
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .peers megatron-core==0.16.1 transformers==5.24.0
+	$(BIN)/python -m pip install --quiet --upgrade --target .peers -c constraints.txt huggingface-hub regex pyyaml packaging tqdm typer
+
 clean:  ## remove .venv and what was built
-	rm -rf $(VENV) .types build dist *.egg-info
+	rm -rf $(VENV) .types .peers build dist *.egg-info

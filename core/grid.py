@@ -30,7 +30,9 @@ class GridConfig:
     context: int = option(1, "context-parallel size", minimum=-1)
     tensor: int = option(1, "tensor-parallel size; -1: what is left", minimum=-1)
     order: list[str] = option(list(AXIS_NAMES), "axes from the outermost inwards")
-    sequence_parallel: bool = option(False, "split norms, dropout and residuals along the sequence; no effect at tensor=1")
+    sequence_parallel: bool = option(
+        False, "split norms, dropout and residuals along the sequence; no effect at tensor=1"
+    )
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,12 @@ class Axis:
 
         if isinstance(value, DeviceMesh):
             if value.ndim != 1:
-                names = value.mesh_dim_names or tuple(range(value.ndim))
+                names: tuple[object, ...] = value.mesh_dim_names or tuple(range(value.ndim))
                 raise ValueError(
                     f"an axis is one dimension of a mesh, and this mesh has {value.ndim}: {names}; "
                     f"pick one, as in mesh[{names[-1]!r}]"
                 )
-            name = (value.mesh_dim_names or (name,))[0]
+            name = value.mesh_dim_names[0] if value.mesh_dim_names else name
             return Axis._of_group(value.get_group(), name)
         if isinstance(value, dist.ProcessGroup):
             return Axis._of_group(value, name)
@@ -108,7 +110,9 @@ class GridSizes:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of ``rank`` on every axis, in the grid's order."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside this grid of {self.world_size} ranks (0 to {self.world_size - 1})")
+            raise ValueError(
+                f"rank {rank} is outside this grid of {self.world_size} ranks (0 to {self.world_size - 1})"
+            )
         place = {}
         for name in reversed(self.order):
             rank, place[name] = divmod(rank, self.sizes[name])
@@ -159,7 +163,9 @@ def resolve_sizes(world_size: int, order: Sequence[str] | None = None, **request
     described = " x ".join(f"{name}={size}" for name, size in sizes.items())
     if open_axes:
         if world_size % given:
-            raise ValueError(f"{described}: {given} does not divide the {world_size} ranks; {_advice(sizes, world_size)}")
+            raise ValueError(
+                f"{described}: {given} does not divide the {world_size} ranks; {_advice(sizes, world_size)}"
+            )
         sizes[open_axes[0]] = world_size // given
     elif given != world_size:
         raise ValueError(f"{described} is {given} ranks and there are {world_size}; {_advice(sizes, world_size)}")
@@ -170,7 +176,11 @@ def resolve_sizes(world_size: int, order: Sequence[str] | None = None, **request
 
 def _advice(sizes: Mapping[str, int], world_size: int) -> str:
     """What would fit: the largest divisor of the world at or under the asked size, and the command for more ranks."""
-    tensor = max(divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0 and divisor <= max(sizes["tensor"], 1))
+    tensor = max(
+        divisor
+        for divisor in range(1, world_size + 1)
+        if world_size % divisor == 0 and divisor <= max(sizes["tensor"], 1)
+    )
     needed = 1
     for size in sizes.values():
         needed *= max(size, 1)
@@ -237,7 +247,7 @@ class Grid:
         timeout: float = 600,
         launcher: Launcher | None = None,
     ) -> Grid:
-        """The grid over the processes that are there: one without a launcher, all of them under torchrun, srun or mpirun.
+        """The grid over the processes that are there: one without a launcher, all under torchrun, srun or mpirun.
 
         Joins a torch.distributed that already runs. A context manager: on leaving, what it began is ended.
 
@@ -298,7 +308,9 @@ class Grid:
             raise ValueError(f"the mesh has no dimension {missing[0]!r}; it has {list(names)}")
         left = [dim for dim in names if dim not in axes.values()]
         if left or not names:
-            raise ValueError(f"mesh dimensions {left or mesh.ndim} are given no axis; name each, as in tensor={(left or ['tp'])[0]!r}")
+            raise ValueError(
+                f"mesh dimensions {left or mesh.ndim} have no axis; name each, as in tensor={(left or ['tp'])[0]!r}"
+            )
         by_dim = {dim: axis for axis, dim in axes.items()}
         inner = [by_dim[dim] for dim in names]
         order = (*[name for name in AXIS_NAMES if name not in axes], *inner)
@@ -309,7 +321,11 @@ class Grid:
         import torch
 
         groups = {name: mesh[axes[name]].get_group() if sizes[name] > 1 else None for name in axes}
-        device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+        device = (
+            torch.device(mesh.device_type, torch.cuda.current_device())
+            if mesh.device_type == "cuda"
+            else torch.device(mesh.device_type)
+        )
         return cls(resolve_sizes(len(flat), order, **sizes), mesh.get_rank(), device, groups, mesh)
 
     # ---------------------------------------------------------------- what it knows

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    mode: str = option(
-        "auto", "auto: bf16 on a GPU that has it, else fp32", choices=("auto", "fp32", "bf16", "fp64")
-    )
+    mode: str = option("auto", "auto: bf16 on a GPU that has it, else fp32", choices=("auto", "fp32", "bf16", "fp64"))
 
 
 def parameter_dtype(mode: str, device: torch.device) -> torch.dtype:

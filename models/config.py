@@ -68,7 +68,9 @@ class GPTConfig:
                 f"or hidden_size={lower} or {lower + heads}"
             )
         if self.position == "rotary" and self.head_size % 2:
-            found.append(f"head_dim={self.head_size} is odd and rotary positions turn pairs; nearest: {self.head_size + 1}")
+            found.append(
+                f"head_dim={self.head_size} is odd and rotary positions turn pairs; nearest: {self.head_size + 1}"
+            )
         found.extend(_scaling_violations(self.rope_scaling))
         return found
 

@@ -254,5 +254,3 @@ def _placement_violations(config: GPTConfig, axis: Axis, count: int, held: list[
     if any(not 0 <= stage < count for stage in held):
         found.append(f"stages={held} must lie in 0 to {count - 1}")
     return found
-
-

@@ -94,7 +94,7 @@ class TrainingEngine:
         return self.model(batch.tokens, batch.targets)
 
     def step(self, lr: float) -> StepOutcome:
-        """Norm of the whole gradient, clipping, optimizer; a non-finite norm, which every rank sees, skips the update."""
+        """Norm of the whole gradient, clipping, optimizer; a non-finite norm, which all ranks see, skips the update."""
         held = self._gradients()
         norm = gradient_norm([item for _, item in held], [self.grid.tensor, self.grid.pipeline])
         applied = bool(torch.isfinite(norm))

@@ -131,5 +131,3 @@ def _check_targets(target: Tensor, ignored: Tensor, vocabulary: int) -> None:
     if bool(wrong.any()):
         value = int(target[wrong][0])
         raise ValueError(f"target {value} is outside the vocabulary of {vocabulary} (0 to {vocabulary - 1})")
-
-

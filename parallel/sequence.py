@@ -35,5 +35,5 @@ def sequence_parallel_region(module: nn.Module, axis: Any = None) -> nn.Module:
         }
         if own:
             part.shardings = {**known, **own}  # type: ignore[assignment]
-            part.axis = axis  # type: ignore[assignment]
+            part.axis = axis
     return module

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def full_state_dict(model: nn.Module, grid: Grid | None = None, of: str = "parameters") -> dict[str, Tensor]:
     """Every parameter, or every gradient, whole, on the CPU, on every rank.
 
-    Names are those of the model in one process: wrappers and stages leave no trace, a tied weight stands once. Gradients
-    are what the optimizer would get: reduced, before clipping, in float32 or wider; absent where there is none. Every
-    rank of the grid must call it (it gathers).
+    Names are those of the model in one process: wrappers and stages leave no trace, a tied weight stands once.
+    Gradients are what the optimizer would get: reduced, before clipping, in float32 or wider; absent where there is
+    none. Every rank of the grid must call it (it gathers).
 
     Args:
         model: a module, or one wrapped by DataParallel.

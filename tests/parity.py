@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from gridtron.core import Grid
 from gridtron.core.data.batch import Batch
 from gridtron.core.optim.config import OptimizerConfig
@@ -17,7 +19,6 @@ from gridtron.models import GPT, GPTConfig
 from gridtron.parallel import full_state_dict
 from gridtron.parallel.engine import TrainingEngine
 from gridtron.parallel.recompute import RecomputeConfig
-from torch import Tensor
 
 LLAMA = GPTConfig(
     num_layers=2,
@@ -116,9 +117,7 @@ def run_case(case: Case) -> dict[str, Any]:
             result["norms"].append(norm.grad_norm)
         result["parameters"] = full_state_dict(model)
         result["replicas"] = {
-            item.name: item.parameter.detach().clone()
-            for item in engine.parameters
-            if item.sharding.dim is None
+            item.name: item.parameter.detach().clone() for item in engine.parameters if item.sharding.dim is None
         }
         result["evaluation"] = engine.evaluate(split(own, 2)).loss
         return result

@@ -1,4 +1,4 @@
-"""A pool of worker processes for tests that need several ranks: started once a test run, one thread each, gloo by a file.
+"""A pool of worker processes for tests of several ranks: started once a test run, one thread each, gloo by a file.
 
 ``run_ranks(function, world_size, *arguments)`` calls ``function(*arguments)`` on ranks 0 to world_size - 1 with
 torch.distributed running, and returns their results in rank order. A failing rank fails the test with its traceback;
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A rank raised, ended or did not come back in time."""
 
 
@@ -105,7 +105,7 @@ class _Pool:
             limit = min(deadline, time.monotonic() + 1) if failures else deadline
             ready = wait(list(by_connection), max(0, limit - time.monotonic()))
             if not ready:
-                waiting = [rank for rank in by_connection.values()]
+                waiting = list(by_connection.values())
                 failures.append(f"ranks {waiting} did not come back within {timeout:.0f} s" if not failures else "")
                 break
             for connection in ready:
@@ -120,7 +120,7 @@ class _Pool:
                     failures.append(value)
         if failures:
             self.stop()
-            raise RankFailed("\n\n".join(failure for failure in failures if failure))
+            raise RankError("\n\n".join(failure for failure in failures if failure))
         return [results[rank] for rank in range(world_size)]
 
 
@@ -128,7 +128,7 @@ _POOLS: list[_Pool] = []
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60) -> list[Any]:
-    """Results of ``function(*arguments)`` on each of ``world_size`` ranks. The function is one of a module's top level."""
+    """Results of ``function(*arguments)``, one of a module's top level, on each of ``world_size`` ranks."""
     if not _POOLS:
         _POOLS.append(_Pool())
         atexit.register(_POOLS[0].stop)

@@ -11,10 +11,11 @@ from gridtron.conf.schema import Plan
 from gridtron.core.precision import parameter_dtype
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from gridtron.core.data.stream import EvaluationStream, SampleSource, TrainingStream
     from gridtron.core.grid import Grid
     from gridtron.parallel.engine import TrainingEngine
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def build_model(plan: Plan, grid: Grid, build: Callable[..., Any] | None = None)
     A user's own model is made under the run's seed, so that every rank makes the same.
     """
     import torch
+
     from gridtron.conf.plugins import load_builder
     from gridtron.models.gpt import GPT
 

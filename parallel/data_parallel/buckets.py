@@ -34,7 +34,8 @@ class Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         flat = torch.zeros(sum(sizes) + len(parameters), dtype=dtype, device=parameters[0].device)
         views = [
-            piece.view_as(parameter) for piece, parameter in zip(flat.split([*sizes, len(sizes)]), parameters, strict=False)
+            piece.view_as(parameter)
+            for piece, parameter in zip(flat.split([*sizes, len(sizes)]), parameters, strict=False)
         ]
         return Bucket(parameters, flat, views, [False] * len(parameters))
 
@@ -84,7 +85,7 @@ class Bucket:
 
 
 def make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Buckets of one wide dtype and device, in the order in which the backward pass finishes gradients: from the last."""
+    """Buckets of one wide dtype and device, in the order in which a backward pass ends gradients: the last first."""
     groups: list[list[nn.Parameter]] = []
     size, kind = 0, None
     for parameter in reversed(parameters):

@@ -3,6 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+
 from gridtron.core import Grid, Ledger
 from gridtron.core.sharding import even_ranges
 from gridtron.parallel import (
@@ -14,9 +17,6 @@ from gridtron.parallel import (
     vocab_parallel_cross_entropy,
 )
 from gridtron.parallel.collectives import gather_from_sequence, scatter_to_sequence
-from torch import nn
-
-from ranks import run_ranks
 
 
 class TwoLinears(nn.Module):
@@ -153,7 +153,9 @@ def check_never_gathers():
     with Grid.create(tensor=-1) as grid:
         logits = torch.randn(16, 50 + (grid.tensor.rank == 0), requires_grad=True)
         with Ledger(grid) as ledger:
-            vocab_parallel_cross_entropy(logits, torch.zeros(16, dtype=torch.int64), grid.tensor, vocabulary=101).sum().backward()
+            vocab_parallel_cross_entropy(
+                logits, torch.zeros(16, dtype=torch.int64), grid.tensor, vocabulary=101
+            ).sum().backward()
         return ledger.table()
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gridtron.core.optim.config import OptimizerConfig
-
 from parity import FAMILIES, Case, assert_parity, run_case
 from ranks import run_ranks
+
+from gridtron.core.optim.config import OptimizerConfig
 
 
 @functools.cache
@@ -72,20 +72,15 @@ def pairwise_cases(seed=20261130):
     print(f"pairwise seed {seed}")
     generator = random.Random(seed)
     names = list(options)
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in options[a]
-        for y in options[b]
-    }
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}
     cases = []
     while missing:
         candidates = [{name: generator.choice(options[name]) for name in names} for _ in range(60)]
-        covered = lambda case: {p for p in missing if all(case[name] == value for name, value in p)}  # noqa: E731
-        best = max(candidates, key=lambda case: len(covered(case)))
-        if gain := covered(best):
-            missing -= gain
-            cases.append(best)
+        gains = [{pair for pair in missing if all(case[n] == value for n, value in pair)} for case in candidates]
+        best = max(range(len(candidates)), key=lambda index: len(gains[index]))
+        if gains[best]:
+            missing -= gains[best]
+            cases.append(candidates[best])
     return cases
 
 

@@ -1,0 +1,88 @@
+"""``gridtron bench NAME``: this project beside its peers, in alternation, as ratios with intervals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+from gridtron.conf.names import nearest_choice
+from gridtron.conf.refusal import Refusal
+from gridtron.conf.values import Violation, convert
+from gridtron.core.options import option
+from gridtron.tools.arguments import parse_arguments, print_refusal
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    shape: str = option(
+        "small", "full (24M parameters, 2048 tokens a step), small, or both", choices=("full", "small", "both")
+    )
+    pairs: int = option(20, "counted rounds", minimum=4)
+    warmup: int = option(3, "rounds before them", minimum=0)
+    ranks: int = option(2, "processes of the tensor-parallel part", minimum=2)
+    peers: str = option(".peers", "folder of the peers' packages, made by `make peers`", path=True)
+    out: str | None = option(None, "JSON file for the figures", path=True)
+
+
+def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
+    """Name -> what runs it."""
+    from gridtron.tools.bench.tensor_parallel import run as tensor_parallel
+
+    return {"tensor_parallel": tensor_parallel}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one benchmark; 2 for a wrong request."""
+    try:
+        words = [word for word in arguments if "=" not in word and not word.startswith("-")]
+        known = benchmarks()
+        parsed = parse_arguments([word for word in arguments if word not in words])
+        if parsed.help or not words:
+            print(_help(known))
+            return 0 if parsed.help else 2
+        if words[0] not in known or len(words) > 1:
+            wrong = words[0] if words[0] not in known else words[1]
+            raise Refusal([f"bench {wrong}: {nearest_choice(wrong, list(known))}"])
+        options = parse_options(parsed.overrides)
+    except Refusal as refusal:
+        return print_refusal(refusal)
+    return known[words[0]](options)
+
+
+def parse_options(overrides: Sequence[str]) -> BenchOptions:
+    """Options from ``key=value``.
+
+    Raises:
+        Refusal: every unknown key and unfit value.
+    """
+    known = {field.name: field for field in fields(BenchOptions)}
+    hints = get_type_hints(BenchOptions)
+    values: dict[str, Any] = {}
+    faults = []
+    for word in overrides:
+        key, _, text = word.partition("=")
+        if key not in known:
+            faults.append(f"{word}: bench has no option {key}; {nearest_choice(key, list(known))}")
+            continue
+        value: Any = None if text == "null" else int(text) if text.lstrip("-").isdigit() else text
+        converted = convert(value, hints[key], known[key].metadata)
+        if isinstance(converted, Violation):
+            faults.append(converted.at(key, value).message)
+        else:
+            values[key] = converted
+    if faults:
+        raise Refusal(faults)
+    return BenchOptions(**values)
+
+
+def _help(known: dict[str, Callable[[BenchOptions], int]]) -> str:
+    lines = ["gridtron bench NAME [key=value ...]", "", f"names: {', '.join(known)}", ""]
+    for field in fields(BenchOptions):
+        lines.append(f"  {field.name}={field.default}".ljust(22) + field.metadata["meaning"])
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
