@@ -26,9 +26,18 @@ from gridtron.core.data.batch import Batch
 from gridtron.core.data.stream import EvaluationStream, TrainingStream
 from gridtron.core.grid import Grid
 from gridtron.core.sharding import Sharding
+from gridtron.core.training.metrics import read_rows
 from gridtron.core.training.protocols import LossSum, StepOutcome
 
 SAMPLES = 40
+SMALL = (
+    "train.steps=6",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "train.sequence_length=4",
+    "logging.tensorboard=false",
+)
+"""A run of six steps of the toy, on the command line."""
 
 
 def width() -> int:
@@ -147,6 +156,16 @@ def assemble(plan: Any, grid: Grid, directory: Path) -> Assembly:
             source, train.global_batch_size, train.micro_batch_size, plan.evaluation.steps, data.rank, data.size
         )
     return Assembly(ToyEngine(grid), stream, evaluation)
+
+
+def rows(tmp_path: Path, name: str = "run") -> list[dict[str, Any]]:
+    """Rows of training steps of the run ``name``."""
+    return [row for row in read_rows(tmp_path / name / "metrics.jsonl") if "grad_norm" in row]
+
+
+def losses(tmp_path: Path, name: str = "run") -> list[tuple[int, float]]:
+    """Its losses by step."""
+    return [(row["step"], row["loss"]) for row in rows(tmp_path, name)]
 
 
 def module() -> types.ModuleType:
