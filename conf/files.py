@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,7 +125,6 @@ class ConfigFiles:
         from omegaconf.errors import OmegaConfBaseException
         from yaml import YAMLError
 
-        self.register(base, groups)
         arguments = [f"{group}={'null' if name is None else name}" for group, name in chosen.items()] + list(overrides)
         arguments += self.search_path_override()
         first = str(self.directories[0]) if self.directories else None
@@ -133,8 +134,8 @@ class ConfigFiles:
             else initialize_config_module("gridtron.conf", version_base="1.3")
         )
         try:
-            with opened:
-                composed = compose(_PRIMARY, arguments, return_hydra_config=True)
+            with opened, self.registered(base, groups) as primary:
+                composed = compose(primary, arguments, return_hydra_config=True)
                 picked = OmegaConf.to_container(composed.hydra.runtime.choices)
                 own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
                 values = OmegaConf.to_container(own, resolve=True)
@@ -146,8 +147,9 @@ class ConfigFiles:
         result[CHOICES_KEY] = {str(group): name for group, name in picked.items() if group in ours and name is not None}
         return result
 
-    def register(self, base: Mapping[str, Any], groups: bool = True) -> str:
-        """Gives Hydra the primary configuration and the registered parts; returns the primary one's name.
+    @contextmanager
+    def registered(self, base: Mapping[str, Any], groups: bool = True) -> Iterator[str]:
+        """Gives Hydra the primary configuration and the registered parts, for a while; yields the primary one's name.
 
         The primary one is not read from the search path: a config.yaml of the user's own project must not replace it.
         """
@@ -158,10 +160,15 @@ class ConfigFiles:
         if not groups:
             primary = {key: value for key, value in primary.items() if key != "defaults"}
         store = ConfigStore.instance()
-        store.store(name=_PRIMARY, node={**primary, **base})
-        for (section, name), values in self.parts.items():
-            store.store(group=section, name=name, node=dict(values))
-        return _PRIMARY
+        before = copy.copy(store.repo)
+        store.repo = {key: copy.copy(value) for key, value in before.items()}
+        try:
+            store.store(name=_PRIMARY, node={**primary, **base})
+            for (section, name), values in self.parts.items():
+                store.store(group=section, name=name, node=dict(values))
+            yield _PRIMARY
+        finally:
+            store.repo = before
 
     def search_path_override(self) -> list[str]:
         """Hydra's own override that adds the folders after the first, and this package's."""

@@ -110,7 +110,6 @@ def _run_hydra(job: Callable[[Any], None], request: Request, overrides: list[str
     """@hydra.main reads the command line of the process: for its time ours is put there."""
     import hydra
 
-    name = request.files.register(request.base())
     first = request.files.directories
     path = str(first[0]) if first else "pkg://gridtron.conf"
     own = [
@@ -123,7 +122,8 @@ def _run_hydra(job: Callable[[Any], None], request: Request, overrides: list[str
     before = sys.argv
     sys.argv = ["gridtron", "--multirun", *own, *overrides]
     try:
-        hydra.main(version_base="1.3", config_path=path, config_name=name)(job)()
+        with request.files.registered(request.base()) as name:
+            hydra.main(version_base="1.3", config_path=path, config_name=name)(job)()
     finally:
         sys.argv = before
 

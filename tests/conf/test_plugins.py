@@ -104,6 +104,11 @@ def test_an_experiment_may_name_plugins(module, tmp_path):
     assert plan_of("experiment=own", "model.width=6").model.width == 6
 
 
+def test_parts_of_one_request_are_not_there_in_the_next(module):
+    plan_of(f"plugins=[{module}]", "model=mine")
+    assert "no such file in model/" in fault_of("model=mine")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -1,6 +1,7 @@
 """Every shipped option file composes; the presets have the published number of weights, to the unit."""
 
 import csv
+import functools
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,12 @@ NAMES = {
 ROOMY = Surroundings(cores=10**6, data_fault=lambda config: None, folder_fault=lambda folder: None)
 
 
+@functools.cache
+def plan_of(override):
+    """Each composition takes a tenth of a second, and several tests look at the same."""
+    return compose([override], surroundings=ROOMY)
+
+
 def rows():
     with open(PUBLISHED, newline="") as file:
         return {row["model"]: row for row in csv.DictReader(file)}
@@ -53,17 +60,17 @@ def test_every_published_row_has_a_preset():
 
 @pytest.mark.parametrize(("row", "preset"), [(row, preset) for row, presets in NAMES.items() for preset in presets])
 def test_published_count(row, preset):
-    plan = compose([f"model={preset}"], surroundings=ROOMY)
+    plan = plan_of(f"model={preset}")
     assert count(plan.model) == int(rows()[row]["computed_from_config"])
 
 
 def test_rope_of_llama_31():
     for name in ("llama31_8b", "llama31_70b", "llama31_405b"):
-        assert compose([f"model={name}"], surroundings=ROOMY).model.rope_scaling == {
+        assert plan_of(f"model={name}").model.rope_scaling == {
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }  # fmt: skip
-    assert compose(["model=llama3_8b"], surroundings=ROOMY).model.rope_scaling is None
+    assert plan_of("model=llama3_8b").model.rope_scaling is None
 
 
 FILES = [(group, name) for group, names in ConfigFiles().groups().items() for name in names]
@@ -71,7 +78,7 @@ FILES = [(group, name) for group, names in ConfigFiles().groups().items() for na
 
 @pytest.mark.parametrize(("group", "name"), FILES)
 def test_every_option_file_composes(group, name):
-    plan = compose([f"{group}={name}"], surroundings=ROOMY)
+    plan = plan_of(f"{group}={name}")
     assert plan.choices[group] == name
 
 
@@ -81,7 +88,7 @@ def test_an_option_file_for_each_mode(name):
 
     key = next(key for key in (f"{name}.mode", f"{name}.name") if key in all_options())
     for choice in all_options()[key].metadata["choices"]:
-        plan = compose([f"{name}={choice}"], surroundings=ROOMY)
+        plan = plan_of(f"{name}={choice}")
         assert getattr(getattr(plan, name), key.partition(".")[2]) == choice
 
 
@@ -92,7 +99,7 @@ def test_experiments_begin_with_their_command(file):
 
 
 def test_first_run():
-    plan = compose(["experiment=first_run"], surroundings=ROOMY)
+    plan = plan_of("experiment=first_run")
     model, train = plan.model, plan.train
     assert (model.num_layers, model.num_attention_heads, model.num_key_value_heads, model.vocab_size) == (12, 8, 2, 256)
     assert (train.global_batch_size, train.micro_batch_size) == (16, 2)
