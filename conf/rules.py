@@ -11,7 +11,7 @@ from pathlib import Path
 from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
 from gridtron.core.data.config import DataConfig
-from gridtron.core.grid import AXIS_NAMES, resolve_sizes
+from gridtron.core.layout import AXIS_NAMES, resolve_sizes
 from gridtron.models.config import GPTConfig
 
 

@@ -13,8 +13,8 @@ from gridtron.conf.refusal import Refusal
 from gridtron.conf.values import Violation, convert, describe_type
 from gridtron.core.checkpoint.config import CheckpointConfig
 from gridtron.core.data.config import DataConfig
-from gridtron.core.grid import GridConfig
 from gridtron.core.launch import LaunchConfig
+from gridtron.core.layout import GridConfig
 from gridtron.core.optim.config import LRScheduleConfig, OptimizerConfig
 from gridtron.core.precision import PrecisionConfig
 from gridtron.core.training.config import EvaluationConfig, LoggingConfig, RunConfig, TrainConfig

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridtron.core.grid import AXIS_NAMES, Axis
+from gridtron.core.grid import Axis
+from gridtron.core.layout import AXIS_NAMES
 from gridtron.core.torch_compat import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from gridtron.conf.refusal import Refusal
 from gridtron.conf.rules import needed_processes
 from gridtron.conf.schema import Plan, plan_from_dict
 from gridtron.core.errors import JobError
-from gridtron.core.grid import AXIS_NAMES, GridSizes, resolve_sizes
 from gridtron.core.launch import Launcher, find_launcher, threads_each
+from gridtron.core.layout import AXIS_NAMES, GridSizes, resolve_sizes
 from gridtron.core.supervise import run_local, run_ranked
 from gridtron.tools.arguments import compose_or_exit_code, parse_arguments, print_refusal
 from gridtron.tools.run_directory import (

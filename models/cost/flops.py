@@ -3,7 +3,8 @@
 Conventions: a multiply and an add are two operations; attention counts the full square of the sequence (as the
 products that run without a causal kernel, and as torch's FlopCounterMode counts them); the embedding's lookup counts
 nothing and the head's product counts; recomputation counts nothing, so that utilisation is that of the model
-(Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Of the real shape: gated or plain MLP of any width, grouped key/value heads, tied or not.
+(Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Of the real shape: gated or plain MLP of any width, grouped
+key/value heads, tied or not.
 """
 
 from __future__ import annotations
