@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -160,21 +159,24 @@ class ConfigFiles:
         if not groups:
             primary = {key: value for key, value in primary.items() if key != "defaults"}
         store = ConfigStore.instance()
-        before = copy.copy(store.repo)
-        store.repo = {key: copy.copy(value) for key, value in before.items()}
+        store.store(name=_PRIMARY, node={**primary, **base})
+        for (section, name), values in self.parts.items():
+            store.store(group=section, name=name, node=dict(values))
         try:
-            store.store(name=_PRIMARY, node={**primary, **base})
-            for (section, name), values in self.parts.items():
-                store.store(group=section, name=name, node=dict(values))
             yield _PRIMARY
         finally:
-            store.repo = before
+            # Ours alone: Hydra's own plugins register theirs here too, once.
+            del store.repo[f"{_PRIMARY}.yaml"]
+            for section, name in self.parts:
+                del store.repo[section][f"{name}.yaml"]
 
     def search_path_override(self) -> list[str]:
         """Hydra's own override that adds the folders after the first, and this package's."""
         if not self.directories:
             return []
-        paths = [f"'file://{folder}'" for folder in self.directories[1:]] + ["'pkg://gridtron.conf'"]
+        from gridtron.conf.overrides import quote_text
+
+        paths = [quote_text(f"file://{folder}") for folder in self.directories[1:]] + ["'pkg://gridtron.conf'"]
         return [f"hydra.searchpath=[{','.join(paths)}]"]
 
     def with_place(self, fault: Violation, choices: Mapping[str, str]) -> Violation:

@@ -7,12 +7,16 @@ fails, or is refused, does not keep the others from running.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from gridtron.conf.compose import Request, check_request
@@ -21,6 +25,9 @@ from gridtron.conf.refusal import Refusal
 from gridtron.conf.schema import Option, all_options, schemas_of
 from gridtron.core.launch import find_launcher
 from gridtron.tools.arguments import Arguments, print_refusal
+
+_PATIENCE = 40.0
+"""Seconds that an interrupted job has to end its ranks."""
 
 
 @dataclass
@@ -55,7 +62,8 @@ def run_sweep(arguments: Arguments, train: Sequence[str] = (sys.executable, "-m"
     records = JobRecords()
     job = _job(train, arguments.directories, records)
     try:
-        _run_hydra(job, request, [_for_hydra(written, options) for written in overrides], directory)
+        with _interruptible():
+            _run_hydra(job, request, [_for_hydra(written, options) for written in overrides], directory)
     except KeyboardInterrupt:
         print("gridtron: the sweep was interrupted", file=sys.stderr)
         return 130
@@ -97,13 +105,46 @@ def _job(train: Sequence[str], directories: Sequence[str], records: JobRecords) 
         folders = [word for folder in directories for word in ("--config-dir", folder)]
         command = [*train, *folders, *overrides, f"run.directory={directory}"]
         print(f"gridtron: job {number}: {' '.join(overrides)} -> {directory}", file=sys.stderr, flush=True)
-        code = subprocess.run(command, cwd=here, check=False).returncode
+        code = _run_job(command, here)
         if os.getpid() == parent:
             records.finished[number] = (overrides, code)
         elif code:  # under a launcher of Hydra's the parent learns of it by the exception alone
             raise RuntimeError(f"job {number} ({' '.join(overrides)}) ended with exit code {code}")
 
     return job
+
+
+def _run_job(command: Sequence[str], folder: str) -> int:
+    """Runs one job to its end; on Ctrl-C or SIGTERM ends it before the sweep ends. Returns its exit code."""
+    process = subprocess.Popen(command, cwd=folder)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # From a terminal the job has had its Ctrl-C as well; a second SIGINT, or SIGKILL, only hastens it.
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_PATIENCE)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait()
+        raise
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM interrupts as Ctrl-C does, so that the job that runs is ended too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run_hydra(job: Callable[[Any], None], request: Request, overrides: list[str], directory: Path) -> None:

@@ -238,6 +238,9 @@ def test_config_dir_comes_before_conf(folder, tmp_path):
     folder("../o,t h'er/train/mine.yaml", "steps: 9\n")
     other = str(tmp_path / "o,t h'er")
     assert plan_of("model=mine", "train=mine", config_directories=[other]).model.num_layers == 6
+    folder("../first/data/mine.yaml", "held_out: 0.5\n")
+    plan = plan_of("model=mine", "train=mine", "data=mine", config_directories=[str(tmp_path / "first"), other])
+    assert (plan.model.num_layers, plan.train.steps, plan.data.held_out) == (6, 9, 0.5)
     assert "no such folder" in faults_of(config_directories=["/no/such"])[0]
 
 

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from gridtron.tools.arguments import parse_arguments
@@ -106,6 +109,36 @@ def test_a_sweep_under_a_launcher_is_refused(sweep, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert sweep("train.seed=2,3") == 2
     assert "on every rank" in capsys.readouterr().err
+
+
+DRIVER = """
+import sys
+from gridtron.tools.arguments import parse_arguments
+from gridtron.tools.sweep import run_sweep
+sys.exit(run_sweep(parse_arguments(["-m", "train.seed=1,2", "run.directory=out"]), [sys.executable, "slow.py"]))
+"""
+SLOW = """
+import os, sys, time
+folder = next(word.partition("=")[2] for word in sys.argv if word.startswith("run.directory="))
+open(os.path.join(folder, "pid"), "w").write(f"{os.getpid()}\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_leaves_no_job(tmp_path, number):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "slow.py").write_text(SLOW)
+    driver = subprocess.Popen([sys.executable, "driver.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    note = tmp_path / "out" / "0" / "pid"
+    deadline = time.monotonic() + 30
+    while not (note.exists() and note.read_text().endswith("\n")):
+        assert time.monotonic() < deadline and driver.poll() is None
+        time.sleep(0.05)
+    driver.send_signal(number)
+    _, error = driver.communicate(timeout=30)
+    assert driver.returncode == 130 and "the sweep was interrupted" in error
+    assert not psutil.pid_exists(int(note.read_text())) and not (tmp_path / "out" / "1").exists()
 
 
 @pytest.mark.case(14)
