@@ -280,8 +280,10 @@ class Grid:
     def __enter__(self) -> Grid:
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        # After a failure the peers may wait in a collective: ending the group would wait for them, and hide the failure.
+        if kind is None:
+            self.close()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={self.sizes.sizes[name]}" for name in self.sizes.order)

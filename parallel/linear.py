@@ -202,7 +202,7 @@ class _ColumnLinear(torch.autograd.Function):
         if needs[0]:
             grad_x = flat[0] @ weights[0]
             for gradient, weight in zip(flat[1:], weights[1:], strict=True):
-                grad_x.addmm_(gradient, weight)
+                torch.addmm(grad_x, gradient, weight, out=grad_x)
             shape = (*gradients[0].shape[:-1], x.shape[-1])
             grad_x = grad_x.view(shape)
             # The weights' gradients are computed while the input's travels.

@@ -1,0 +1,89 @@
+"""Counts by formula against counts of the real thing."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gridtron.conf.compose import compose
+from gridtron.models import GPT, GPTConfig
+from gridtron.models.cost.flops import forward_flops, training_flops
+from gridtron.models.cost.parameters import total_parameters
+from torch.utils.flop_counter import FlopCounterMode
+
+from parity import FAMILIES, LLAMA
+
+PUBLISHED = Path(__file__).parent.parent / "published" / "param_counts.csv"
+PRESETS = {
+    "GPT-2 124M": "gpt2_124m",
+    "GPT-2 355M medium": "gpt2_355m",
+    "GPT-2 774M large": "gpt2_774m",
+    "GPT-2 1558M xl": "gpt2_1558m",
+    "Llama-2-7B": "llama2_7b",
+    "Llama-2-13B": "llama2_13b",
+    "Llama-3/3.1-8B": "llama3_8b",
+    "Llama-3/3.1-70B": "llama3_70b",
+    "Llama-3.1-405B": "llama31_405b",
+    "Qwen2.5-0.5B": "qwen25_0_5b",
+    "Qwen2.5-7B": "qwen25_7b",
+    "Qwen2.5-72B": "qwen25_72b",
+    "GPT-3 Small": "gpt3_small",
+    "GPT-3 175B": "gpt3_175b",
+}
+
+
+def published():
+    with open(PUBLISHED, newline="") as file:
+        return {row["model"]: int(row["computed_from_config"]) for row in csv.DictReader(file)}
+
+
+def test_every_published_model_has_a_preset():
+    assert published().keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_count_as_published(name):
+    config = compose([f"model={PRESETS[name]}", "train.sequence_length=128"]).model
+    model = GPT(config, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == published()[name]
+    assert total_parameters(config) == published()[name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("changes", [{}, {"bias": True}, {"qkv_bias": True}, {"activation": "relu"}, {"num_layers": 5}])
+def test_parameters_of_odd_shapes(family, changes):
+    config = replace(FAMILIES[family], **changes)
+    assert sum(p.numel() for p in GPT(config, device="meta").parameters()) == total_parameters(config)
+
+
+@pytest.mark.case(43)
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTConfig(
+            num_layers=2,
+            hidden_size=8,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            ffn_hidden_size=11,
+            vocab_size=101,
+        ),
+        replace(LLAMA, tie_embeddings=True),
+        replace(LLAMA, ffn_hidden_size=64, num_key_value_heads=8),
+        FAMILIES["gpt2"],
+        replace(FAMILIES["gpt2"], ffn_hidden_size=7),
+    ],
+)
+def test_flops_equal_counted_matmuls(config):
+    """Causal convention: the full square, as FlopCounterMode counts. Attention with dropout runs its products plainly."""
+    model = GPT(replace(config, attention_dropout=0.5), seed=0)
+    tokens = torch.randint(0, 101, (2, 24))
+    with FlopCounterMode(display=False) as forward:
+        losses = model(tokens, tokens)
+    with FlopCounterMode(display=False) as backward:
+        losses.sum().backward()
+    count = tokens.numel()
+    assert forward.get_total_flops() == pytest.approx(forward_flops(config, 24) * count, rel=0.01)
+    total = forward.get_total_flops() + backward.get_total_flops()
+    assert total == pytest.approx(training_flops(config, 24) * count, rel=0.01)

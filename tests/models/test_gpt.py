@@ -1,0 +1,184 @@
+"""The decoder against formulas written out plainly, its names, its counts, its refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gridtron.models import GPT, GPTConfig
+from gridtron.models.attention import HeadSplit
+from gridtron.parallel import full_state_dict, load_full_state_dict
+
+from parity import FAMILIES, GPT2, LLAMA
+
+
+def reference(config, state, tokens):
+    """(batch, sequence) -> logits, batch-first, no fused anything."""
+    width, heads, kv = config.head_size, config.num_attention_heads, config.kv_heads
+    get = lambda name: state.get(name)  # noqa: E731
+    x = state["embedding.weight"][tokens]
+    length = tokens.shape[1]
+    if config.position == "learned":
+        x = x + state["positions.weight"][:length]
+
+    def norm(x, name):
+        if config.normalization == "layer_norm":
+            return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], get(f"{name}.bias"), config.norm_eps)
+        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * state[f"{name}.weight"]
+
+    def linear(x, name):
+        return F.linear(x, state[f"{name}.weight"], get(f"{name}.bias"))
+
+    def turn(x):
+        angles = torch.outer(
+            torch.arange(length).double(), config.rope_theta ** (-torch.arange(0, width, 2).double() / width)
+        )
+        pairs = torch.complex(x[..., : width // 2], x[..., width // 2 :])
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([turned.real, turned.imag], -1)
+
+    future = torch.full((length, length), float("-inf"), dtype=x.dtype).triu(1)
+    for layer in range(config.num_layers):
+        at = f"blocks.{layer}"
+        h = norm(x, f"{at}.attention_norm")
+        q, k, v = (
+            linear(h, f"{at}.attention.{name}").unflatten(-1, (-1, width)).transpose(1, 2) for name in ("q", "k", "v")
+        )
+        if config.position == "rotary":
+            q, k = turn(q), turn(k)
+        k, v = k.repeat_interleave(heads // kv, 1), v.repeat_interleave(heads // kv, 1)
+        weights = (q @ k.transpose(-1, -2) / width**0.5 + future).softmax(-1)
+        x = x + linear((weights @ v).transpose(1, 2).flatten(-2), f"{at}.attention.out")
+        h = norm(x, f"{at}.mlp_norm")
+        up = linear(h, f"{at}.mlp.up")
+        act = (
+            F.silu(linear(h, f"{at}.mlp.gate")) * up
+            if config.activation == "swiglu"
+            else F.gelu(up, approximate="tanh")
+        )
+        x = x + linear(act, f"{at}.mlp.down")
+    head = state["embedding.weight"] if config.tie_embeddings else state["head.weight"]
+    return norm(x, "final_norm") @ head.t()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_formulas(family):
+    config = FAMILIES[family]
+    model = GPT(config, seed=3, dtype=torch.float64)
+    state = full_state_dict(model)
+    for name, tensor in state.items():
+        if tensor.ndim == 1:
+            state[name] = torch.randn_like(tensor)
+    load_full_state_dict(model, state)
+    state = {name: tensor.requires_grad_() for name, tensor in state.items()}
+    tokens, targets = torch.randint(0, 101, (2, 3, 17))
+    expected = reference(config, state, tokens)
+    assert torch.allclose(model(tokens), expected, rtol=1e-11, atol=1e-11)
+    losses = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    assert torch.allclose(model(tokens, targets), losses, rtol=1e-11, atol=1e-11)
+    losses.sum().backward()
+    model(tokens, targets).sum().backward()
+    for name, gradient in full_state_dict(model, of="gradients").items():
+        assert torch.allclose(gradient, state[name].grad, rtol=1e-9, atol=1e-9), name
+
+
+def test_names_and_order():
+    names = list(full_state_dict(GPT(replace(LLAMA, num_layers=1), seed=0)))
+    layer = ["attention_norm", *(f"attention.{name}" for name in ("q", "k", "v", "out")), "mlp_norm", "mlp.gate"]
+    layer += ["mlp.up", "mlp.down"]
+    blocks = [f"blocks.0.{name}.weight" for name in layer]
+    assert names == ["embedding.weight", *blocks, "final_norm.weight", "head.weight"]
+    assert "head.weight" not in full_state_dict(GPT(GPT2, seed=0))
+
+
+def test_stages_share_names_and_sum_to_the_whole():
+    whole = GPT(replace(LLAMA, num_layers=5), seed=1, dtype=torch.float64)
+    parts = [
+        GPT(replace(LLAMA, num_layers=5), seed=1, stages=[stage], num_stages=3, dtype=torch.float64)
+        for stage in range(3)
+    ]
+    state = {}
+    for stage, part in enumerate(parts):
+        assert list(part.stages) == [stage]
+        assert {name for name, _ in part.stages[stage].named_parameters()} == {
+            name for name, _ in part.named_parameters()
+        }
+        own = full_state_dict(part)
+        assert not state.keys() & own.keys(), "every layer is owned once"
+        state |= own
+    expected = full_state_dict(whole)
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    tokens = torch.randint(0, 101, (2, 9))
+    x = tokens
+    for part in parts:
+        x = part(x)
+    assert torch.equal(x, whole(tokens))
+
+
+def test_initial_weights_follow_the_seed():
+    torch.manual_seed(5)
+    first = full_state_dict(GPT(LLAMA))
+    torch.manual_seed(5)
+    second, third = full_state_dict(GPT(LLAMA)), full_state_dict(GPT(LLAMA))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["head.weight"], third["head.weight"])
+    wide = full_state_dict(GPT(replace(LLAMA, init_std=0.02, hidden_size=512, head_dim=64), seed=0))
+    assert abs(wide["blocks.0.attention.q.weight"].std() / 0.02 - 1) < 0.02
+    assert abs(wide["blocks.0.attention.out.weight"].std() / (0.02 / 2) - 1) < 0.02
+    assert torch.equal(wide["final_norm.weight"], torch.ones(512))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads=2"),
+        ({"num_attention_heads": 3, "head_dim": None, "num_key_value_heads": 3}, "hidden_size=15 or 18"),
+        ({"head_dim": 5}, "odd"),
+        ({"vocab_size": None}, "vocab_size is not set"),
+        ({"rope_scaling": {"type": "magic"}}, "'magic' is not known"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ],
+)
+def test_shapes_that_cannot_be(changes, words):
+    with pytest.raises(ValueError, match=words):
+        GPT(replace(LLAMA, **changes))
+
+
+def test_sequences_that_cannot_be():
+    model = GPT(replace(GPT2, max_position_embeddings=8), seed=0)
+    with pytest.raises(ValueError, match="longer than the 8 learned positions"):
+        model(torch.zeros(1, 9, dtype=torch.int64))
+    with pytest.raises(ValueError, match="outside the vocabulary of 101"):
+        model(torch.full((1, 4), 101))
+
+
+@pytest.mark.case(19)
+def test_more_ranks_than_heads_are_refused_by_name():
+    from gridtron.core import Grid
+
+    with pytest.raises(ValueError, match=r"tensor=9 ranks for num_attention_heads=8.*at most 8"):
+        GPT(LLAMA, Grid.layout(world_size=9, tensor=9), device="meta")
+    assert HeadSplit.over(8, 2, 3).key_value == (((0, 1),), ((0, 2),), ((1, 2),))
+
+
+def test_every_rank_of_a_large_job_on_meta():
+    """Layout needs no processes: the shares of all ranks add up to the whole."""
+    from gridtron.core import Grid
+    from gridtron.models.cost.parameters import total_parameters
+
+    config = GPTConfig(
+        num_layers=2, hidden_size=896, num_attention_heads=14, num_key_value_heads=2, ffn_hidden_size=4864,
+        vocab_size=151936, tie_embeddings=True, qkv_bias=True,
+    )  # fmt: skip
+    owned = 0
+    for rank in range(4):
+        grid = Grid.layout(world_size=4, rank=rank, tensor=4)
+        model = GPT(config, grid, device="meta")
+        from gridtron.parallel.parameters import named_parameters
+
+        for item in named_parameters(model, grid.tensor):
+            rows = sum(stop - start for start, stop in item.sharding.owned(rank))
+            length = item.sharding.shape[item.sharding.dim or 0]
+            total = torch.Size(item.sharding.shape).numel()
+            owned += total * rows // length
+    assert owned == total_parameters(config)
