@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from gridtron.conf.names import is_misspelling, nearest_choice, nearest_key, unknown_key
+from gridtron.conf.names import is_misspelling, nearest_choice, nearest_key, not_built_value, unknown_key
 from gridtron.conf.schema import PART_SECTIONS, Option, check_option
 from gridtron.conf.values import Violation
 
@@ -180,7 +180,10 @@ def _check_group(written: str, override: Override, names: Sequence[str], sweep: 
         return
     faults = [value for value in values if value not in names and not (value is None and group == "experiment")]
     for value in faults:
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        unbuilt = not_built_value(f"{group}.mode", value)
+        if unbuilt:
+            result.violations.append(Violation(f"{group}={value}: {unbuilt}", {group}))
+        elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
             result.violations.append(
                 Violation(f"{group}={value}: no such file in {group}/; {nearest_choice(value, names)}", {group})
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 from gridtron.conf.refusal import Refusal, format_refusal
 from gridtron.conf.schema import Plan
+from gridtron.tools.pages import print_help
 
 _WITH_VALUE = {"--cfg": "show", "-c": "show", "--config-dir": "directory", "-cd": "directory"}
 _PLAIN = {"-m": "sweep", "--multirun": "sweep", "--help": "help", "-h": "help", "--resolve": "resolve"}
@@ -93,7 +94,6 @@ def compose_or_exit_code(
     """
     from gridtron.conf.compose import compose
     from gridtron.conf.rules import Surroundings
-    from gridtron.tools.cli import print_help
 
     try:
         parsed = parse_arguments(arguments)

@@ -9,7 +9,8 @@ import yaml
 
 from gridtron.conf.refusal import Refusal
 from gridtron.tools.arguments import Arguments, compose_or_exit_code, parse_arguments
-from gridtron.tools.cli import COMMANDS, main
+from gridtron.tools.cli import main
+from gridtron.tools.pages import COMMANDS
 
 
 @pytest.fixture(autouse=True)

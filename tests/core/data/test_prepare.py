@@ -5,6 +5,8 @@ import hashlib
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -179,6 +181,28 @@ def test_full_disk_leaves_nothing(tmp_path, monkeypatch, code):
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.suffix != ".lock"]
     monkeypatch.undo()
     assert prepare_data(DataConfig(path=str(tmp_path / "t.txt")), tmp_path / "cache").tokens == 3
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from gridtron.core.data.config import DataConfig
+from gridtron.core.data.prepare import prepare_data
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    prepare_data(DataConfig(path=sys.argv[1]), Path(sys.argv[2]))
+except ValueError as fault:
+    print(fault)
+"""
+
+
+def test_file_that_may_not_grow(tmp_path):
+    """The system refuses the write itself, in the middle of the tokens."""
+    (tmp_path / "t.txt").write_text("abc" * 10_000)
+    command = [sys.executable, "-c", FULL, str(tmp_path / "t.txt"), str(tmp_path / "cache")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "the disk is full; free some space there, or choose another folder" in result.stdout and not result.stderr
+    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.suffix != ".lock"]
 
 
 def test_cache_that_is_a_file(tmp_path):
