@@ -23,7 +23,9 @@ class LRScheduleConfig:
     name: str = option("cosine", "shape of the decay", choices=("cosine", "linear", "wsd", "constant"))
     warmup_steps: int = option(0, "steps of linear warm-up from 0; cut, with a warning, to train.steps", minimum=0)
     decay_steps: int | None = option(
-        None, "cosine, linear: steps from the warm-up's end to the lowest rate; wsd: the last so many steps; "
-        "null: to the last step (wsd: a tenth of all)", minimum=0,
+        None,
+        "cosine, linear: steps from the warm-up's end to the lowest rate; wsd: the last so many steps; "
+        "null: to the last step (wsd: a tenth of all)",
+        minimum=0,
     )
     min_ratio: float = option(0.1, "lowest rate as a share of optimizer.lr", minimum=0, maximum=1)
