@@ -281,7 +281,7 @@ class Grid:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        # After a failure the peers may wait in a collective: ending the group would wait for them, and hide the failure.
+        # After a failure the peers may wait in a collective: ending the group would wait for them and hide it.
         if kind is None:
             self.close()
 

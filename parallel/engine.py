@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gridtron.core.checkpoint.tensors import ShardedTensorView
 from gridtron.core.communication import all_reduce
 from gridtron.core.data.batch import Batch
+from gridtron.core.errors import JobError
 from gridtron.core.optim.config import OptimizerConfig
 from gridtron.core.optim.norm import Held, clip_, gradient_norm
 from gridtron.core.optim.optimizer import Optimizer
@@ -64,6 +65,8 @@ class TrainingEngine:
         self._warned = False
         dtypes = [parameter.dtype for parameter in trained.values()] or [torch.float32]
         self._wide = wide_dtype(dtypes[0])
+        if build_optimizer is not None and grid.tensor.size > 1:
+            self.state_dict()  # told now, not at the first checkpoint: states that cannot be saved
 
     # ---------------------------------------------------------------- a step
     def forward_backward(self, microbatches: Sequence[Batch]) -> LossSum:
@@ -89,9 +92,16 @@ class TrainingEngine:
 
     def _losses(self, batch: Batch) -> Tensor:
         batch = batch.to(self.grid.device)
-        if self._takes_context:
-            return self.model(batch.tokens, batch.targets, context=SampleContext(batch.sample_indices))
-        return self.model(batch.tokens, batch.targets)
+        context = {"context": SampleContext(batch.sample_indices)} if self._takes_context else {}
+        losses = self.model(batch.tokens, batch.targets, **context)
+        if losses.shape != batch.targets.shape:
+            # A mean would be divided by the count once more, and nothing would tell.
+            raise JobError(
+                f"the model's losses have the shape {tuple(losses.shape)}; forward(tokens, targets) returns the loss of "
+                f'each token, {tuple(batch.targets.shape)}, 0 where ignored (F.cross_entropy with reduction="none")',
+                agreed=True,
+            )
+        return losses
 
     def step(self, lr: float) -> StepOutcome:
         """Norm of the whole gradient, clipping, optimizer; a non-finite norm, which all ranks see, skips the update."""
@@ -149,9 +159,17 @@ class TrainingEngine:
             for key, tensor in states.get(item.name, {}).items():
                 # A state as large as the parameter lies like it; a counter is whole on every rank.
                 alike = tuple(tensor.shape) == tuple(item.parameter.shape)
+                if not alike and tensor.numel() > 1 and item.axis.size > 1 and item.sharding.dim is not None:
+                    raise JobError(
+                        f"optimizer state {key} of {item.name} has the shape {tuple(tensor.shape)}, and the parameter's "
+                        f"rows on this rank {tuple(item.parameter.shape)}: over grid.tensor={item.axis.size} only states "
+                        "like the parameter, and single numbers, can be saved; use grid.tensor=1 with this optimizer",
+                        agreed=True,
+                    )
                 sharding = item.sharding if alike else Sharding.whole(tuple(tensor.shape))
                 views[f"optimizer/{item.name}/{key}"] = ShardedTensorView(tensor, sharding, rank, writer)
         return views
 
     def load_state_dict(self, state: Mapping[str, ShardedTensorView]) -> None:
-        """The views of :meth:`state_dict` are filled in place, so nothing is left to copy."""
+        """The views of :meth:`state_dict` are filled in place; a foreign optimizer then takes its own up."""
+        self.optimizer.take_states()

@@ -26,7 +26,8 @@ class Optimizer:
     Args:
         parameters: the trained ones by name.
         config: which optimizer and its constants.
-        build: makes the optimizer from parameter groups, in place of the one that ``config`` names.
+        build: makes the optimizer from parameter groups, in place of the one that ``config`` names. Called once more,
+            on copies, where its states must be known before its first step.
     """
 
     def __init__(
@@ -45,9 +46,14 @@ class Optimizer:
             for decay in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        self._own = build is None
+        self._build = build
+        self._groups = groups
+        self._waiting: dict[str, dict[str, Any]] = {}
+        self._numbers: dict[tuple[str, str], Tensor] = {}
+        self._stateless: set[str] = set()
         self.inner = (build(groups) if build else _build(groups, config)) if groups else None
-        self.make_states()
+        if build is None:
+            self.make_states()
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """One update at the rate ``lr``; parameters without a gradient stay as they are."""
@@ -73,27 +79,75 @@ class Optimizer:
                     self.main[name].copy_(parameter)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Every state tensor: parameter's name -> state's name -> tensor; main weights as "main"."""
+        """Every state tensor: parameter's name -> state's name -> tensor; main weights as "main".
+
+        A plain number that a foreign optimizer keeps is a float64 tensor here; :meth:`take_states` gives it back.
+        """
         found: dict[str, dict[str, Tensor]] = {}
+        self._numbers = {}
         for name, main in self.main.items():
-            own = dict(self.inner.state[main]) if self.inner is not None and main in self.inner.state else {}
-            tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
+            tensors: dict[str, Tensor] = {}
+            for key, value in self._state_of(name).items():
+                if isinstance(value, Tensor):
+                    tensors[key] = value
+                elif type(value) in (int, float):
+                    tensors[key] = self._numbers[name, key] = torch.tensor(float(value), dtype=torch.float64)
             if main is not self.parameters[name]:
                 tensors["main"] = main.detach()
             found[name] = tensors
         return found
 
-    def make_states(self) -> None:
-        """Makes the states that torch would make at the first step, so that a checkpoint can fill them before.
+    def _state_of(self, name: str) -> dict[str, Any]:
+        main = self.main[name]
+        if self.inner is not None and main in self.inner.state:
+            return dict(self.inner.state[main])
+        return self._waiting.get(name, {})
 
-        A foreign optimizer makes its own, at its first step; until then it has none to load.
-        """
-        if self.inner is None or not self._own:
+    def make_states(self) -> None:
+        """Makes the states that torch would make at the first step, so that a checkpoint can fill them before."""
+        if self.inner is None:
+            return
+        if self._build is not None:
+            self._make_foreign_states()
             return
         for group in self.inner.param_groups:
             for main in group["params"]:
                 if main not in self.inner.state:
                     self.inner.state[main] = _fresh_state(main, group)
+
+    def _make_foreign_states(self) -> None:
+        """What states a foreign optimizer has shows in a step: one of zero gradients, by a second one, on copies.
+
+        They wait aside until they are filled: without a checkpoint the optimizer begins with none, as it would alone.
+        """
+        assert self.inner is not None and self._build is not None
+        known = {*self._waiting, *self._stateless}
+        if all(main in self.inner.state or name in known for name, main in self.main.items()):
+            return
+        copies = {name: nn.Parameter(main.detach().clone()) for name, main in self.main.items()}
+        by_main = {main: copies[name] for name, main in self.main.items()}
+        twin = self._build([{**group, "params": [by_main[main] for main in group["params"]]} for group in self._groups])
+        for copy in copies.values():
+            copy.grad = torch.zeros_like(copy)
+        for group in twin.param_groups:
+            group["lr"] = 0.0
+        twin.step()
+        for name, copy in copies.items():
+            if twin.state.get(copy):
+                self._waiting[name] = dict(twin.state[copy])
+            else:
+                self._stateless.add(name)
+
+    def take_states(self) -> None:
+        """After the tensors of :meth:`states` were filled: the optimizer goes on with them."""
+        if self.inner is None:
+            return
+        for name, state in self._waiting.items():
+            self.inner.state.setdefault(self.main[name], state)
+        self._waiting = {}
+        for (name, key), tensor in self._numbers.items():
+            state = self.inner.state[self.main[name]]
+            state[key] = type(state[key])(tensor.item())
 
 
 def _main_weight(parameter: nn.Parameter) -> nn.Parameter:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import FAMILIES, LLAMA
+from torch.utils.flop_counter import FlopCounterMode
+
 from gridtron.conf.compose import compose
 from gridtron.models import GPT, GPTConfig
 from gridtron.models.cost.flops import forward_flops, training_flops
 from gridtron.models.cost.parameters import total_parameters
-from torch.utils.flop_counter import FlopCounterMode
-
-from parity import FAMILIES, LLAMA
 
 PUBLISHED = Path(__file__).parent.parent / "published" / "param_counts.csv"
 PRESETS = {
@@ -76,7 +76,7 @@ def test_parameters_of_odd_shapes(family, changes):
     ],
 )
 def test_flops_equal_counted_matmuls(config):
-    """Causal convention: the full square, as FlopCounterMode counts. Attention with dropout runs its products plainly."""
+    """The full square of the sequence, as FlopCounterMode counts. Attention with dropout runs its products plainly."""
     model = GPT(replace(config, attention_dropout=0.5), seed=0)
     tokens = torch.randint(0, 101, (2, 24))
     with FlopCounterMode(display=False) as forward:

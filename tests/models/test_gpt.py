@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from parity import FAMILIES, GPT2, LLAMA
+
 from gridtron.models import GPT, GPTConfig
 from gridtron.models.attention import HeadSplit
 from gridtron.parallel import full_state_dict, load_full_state_dict
-
-from parity import FAMILIES, GPT2, LLAMA
 
 
 def reference(config, state, tokens):

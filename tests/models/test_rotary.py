@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from gridtron.models import GPTConfig
 from gridtron.models.rotary import rotary_frequencies, rotary_tables
 
