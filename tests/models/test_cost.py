@@ -76,7 +76,7 @@ def test_parameters_of_odd_shapes(family, changes):
     ],
 )
 def test_flops_equal_counted_matmuls(config):
-    """The full square of the sequence, as FlopCounterMode counts. Attention with dropout runs its products plainly."""
+    """The full square of the sequence, as FlopCounterMode counts; attention with dropout is plain products."""
     model = GPT(replace(config, attention_dropout=0.5), seed=0)
     tokens = torch.randint(0, 101, (2, 24))
     with FlopCounterMode(display=False) as forward:
