@@ -156,6 +156,12 @@ def model_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         for message in plan.model.violations():
             text = re.sub(r"(?<![\w.])(?=(?:num_|hidden_size|head_dim|rope_)\w*)", "model.", message)
             yield Violation(text, {f"model.{word}" for word in re.findall(r"model\.(\w+)", text)})
+        if plan.model.vocab_size is None and not isinstance(plan.data, DataConfig):
+            yield Violation(
+                "model.vocab_size=null is the tokenizer's, and a plugin's data has none; "
+                "set model.vocab_size to one more than the largest token",
+                {"model.vocab_size"},
+            )
 
 
 def tensor_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:

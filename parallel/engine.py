@@ -97,8 +97,9 @@ class TrainingEngine:
         if losses.shape != batch.targets.shape:
             # A mean would be divided by the count once more, and nothing would tell.
             raise JobError(
-                f"the model's losses have the shape {tuple(losses.shape)}; forward(tokens, targets) returns the loss of "
-                f'each token, {tuple(batch.targets.shape)}, 0 where ignored (F.cross_entropy with reduction="none")',
+                f"the model's losses have the shape {tuple(losses.shape)}; forward(tokens, targets) returns the loss "
+                f"of each token, {tuple(batch.targets.shape)}, 0 where ignored "
+                '(F.cross_entropy with reduction="none")',
                 agreed=True,
             )
         return losses
@@ -161,9 +162,10 @@ class TrainingEngine:
                 alike = tuple(tensor.shape) == tuple(item.parameter.shape)
                 if not alike and tensor.numel() > 1 and item.axis.size > 1 and item.sharding.dim is not None:
                     raise JobError(
-                        f"optimizer state {key} of {item.name} has the shape {tuple(tensor.shape)}, and the parameter's "
-                        f"rows on this rank {tuple(item.parameter.shape)}: over grid.tensor={item.axis.size} only states "
-                        "like the parameter, and single numbers, can be saved; use grid.tensor=1 with this optimizer",
+                        f"optimizer state {key} of {item.name} has the shape {tuple(tensor.shape)}, the parameter's "
+                        f"rows on this rank {tuple(item.parameter.shape)}: over grid.tensor={item.axis.size} only "
+                        "states like the parameter, and single numbers, can be saved; use grid.tensor=1 with this "
+                        "optimizer",
                         agreed=True,
                     )
                 sharding = item.sharding if alike else Sharding.whole(tuple(tensor.shape))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gridtron.conf.schema import Plan
+from gridtron.core.errors import JobError
 from gridtron.core.precision import parameter_dtype
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ def build_model(plan: Plan, grid: Grid, build: Callable[..., Any] | None = None)
     if not is_own_model(plan):
         torch.manual_seed(plan.train.seed)
         model = (build or load_builder(plan.model.build or ""))(plan.model, grid)
+        if fault := model_fault(model):
+            raise JobError(f"{plan.parts.get('model') or plan.model.build}: {fault}", agreed=True)
         return model.to(device=grid.device, dtype=dtype)
     return GPT(
         plan.model,
@@ -100,6 +104,20 @@ def build_model(plan: Plan, grid: Grid, build: Callable[..., Any] | None = None)
         device=grid.device,
         dtype=dtype,
     )
+
+
+def model_fault(model: Any) -> str | None:
+    """Why what a user's builder gave cannot be trained; None where it can."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        return f"the builder gave a {type(model).__name__}; it returns an nn.Module"
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return f"{type(model).__name__}.forward{signature} cannot be called as forward(tokens, targets)"
+    return None
 
 
 def build_data(

@@ -38,7 +38,7 @@ class Optimizer:
     ):
         self.parameters = dict(parameters)
         self.main = {name: _main_weight(parameter) for name, parameter in self.parameters.items()}
-        groups = [
+        groups: list[dict[str, Any]] = [
             {
                 "params": [main for name, main in self.main.items() if decays(name, main) == decay],
                 "weight_decay": float(getattr(config, "weight_decay", 0.0)) if decay else 0.0,
