@@ -249,3 +249,26 @@ def test_states_that_do_not_fit_change_nothing():
     with pytest.raises(ValueError, match=r"(?s)missing: bias.*unexpected: extra.*weight has shape \(2, 4\)"):
         load_full_state_dict(layer, {"weight": torch.zeros(2, 4), "extra": torch.zeros(1)})
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_state_dict(layer).items())
+
+
+def check_ledger_of_others():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = Grid.from_mesh(mesh, data="dp", tensor="tp")
+    model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    with Ledger(grid) as ledger:
+        model(torch.randn(4, 8)).sum().backward()
+    return ledger.table()
+
+
+def test_ledger_sees_fsdp2_and_dtensor():
+    for table in run_ranks(check_ledger_of_others, 4):
+        # FSDP2 gathers both weights forward (kept for backward at the root) and scatters their gradients.
+        own = 2 * 8 * 12 // 2 * 4
+        assert table["data", "all_gather"][1] >= own and table["data", "reduce_scatter"][1] >= own
+        assert table["tensor", "all_reduce"][1] >= 4 * 8 * 4

@@ -17,7 +17,9 @@ from gridtron.tools.arguments import parse_arguments, print_refusal
 @dataclass(frozen=True)
 class BenchOptions:
     shape: str = option(
-        "small", "full (24M parameters, 2048 tokens a step), small, or both", choices=("full", "small", "both")
+        "small",
+        "full (24M parameters, 2048 tokens a step), small, both, or tiny (a check of the tool)",
+        choices=("full", "small", "both", "tiny"),
     )
     pairs: int = option(20, "counted rounds", minimum=4)
     warmup: int = option(3, "rounds before them", minimum=0)
@@ -28,9 +30,10 @@ class BenchOptions:
 
 def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
     """Name -> what runs it."""
+    from gridtron.tools.bench.start import run as start
     from gridtron.tools.bench.tensor_parallel import run as tensor_parallel
 
-    return {"tensor_parallel": tensor_parallel}
+    return {"tensor_parallel": tensor_parallel, "start": start}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,0 +1,67 @@
+"""The bench's arithmetic, its refusals, and one small run of it; no timed claim."""
+
+import json
+import random
+import statistics
+
+import pytest
+
+from gridtron.tools.bench.cli import BenchOptions, main, parse_options
+from gridtron.tools.bench.measure import Contender, alternate, compare, median_interval
+
+
+def test_interval_of_the_median_covers_as_promised():
+    generator = random.Random(5)
+    draws = [[generator.gauss(0, 1) for _ in range(20)] for _ in range(2000)]
+    covered = statistics.mean(low <= 0 <= high for low, high in map(median_interval, draws))
+    assert 0.95 <= covered <= 0.97
+    assert median_interval(range(20)) == (5, 14)
+    assert median_interval([3.0, 1.0, 2.0, 4.0]) == (1.0, 4.0)
+
+
+def test_every_contender_runs_as_often_in_every_place():
+    order = []
+
+    def contender(name):
+        return Contender(name, lambda index: order.append((index, name)) or float(index))
+
+    seconds, losses = alternate([contender(name) for name in "abc"], 6, 3, lambda: None)
+    assert all(len(values) == 6 for values in seconds.values())
+    assert losses["a"] == losses["b"] == [float(index) for index in range(9)]
+    places = [[name for _, name in order[3 * index : 3 * index + 3]] for index in range(9)]
+    assert all([place[slot] for place in places].count(name) == 3 for slot in range(3) for name in "abc")
+    ratio = compare({"a": [1.0, 2.0, 3.0, 4.0], "b": [2.0, 4.0, 6.0, 8.0]}, "a", "b")
+    assert (ratio.median, ratio.low, ratio.high) == (0.5, 0.5, 0.5) and ratio.holds(0.5) and not ratio.holds(0.49)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tensor_paralel"], "tensor_parallel"),
+        (["tensor_parallel", "shape=huge"], "shape=huge"),
+        (["tensor_parallel", "pears=3"], "pairs"),
+        (["tensor_parallel", "pairs=0"], "pairs=0"),
+    ],
+)
+def test_refusals(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options():
+    assert parse_options(["shape=full", "pairs=8", "out=a=b.json"]) == BenchOptions("full", 8, out="a=b.json")
+    assert main(["--help"]) == 0
+
+
+def test_a_small_run(tmp_path, capfd):
+    out = tmp_path / "figures.json"
+    assert main(["tensor_parallel", "shape=tiny", "pairs=4", "warmup=1", f"out={out}", f"peers={tmp_path}/none"]) == 0
+    figures = json.loads(out.read_text())
+    assert figures["missing"] == ["Megatron-core", "Hugging Face"]
+    assert "missing: Megatron-core (make peers installs it)" in capfd.readouterr().out
+    sections = figures["sections"]
+    assert [section["ranks"] for section in sections] == [1, 2, 2]
+    for section, peer in zip(sections, ["plain module", "DTensor", "DTensor sequence"], strict=True):
+        assert section["equal_losses"] and section["ratios"][0]["peer"] == peer
+        assert section["losses"][peer][0] == pytest.approx(sections[0]["losses"]["gridtron"][0], abs=1e-5)
+    assert figures["environment"]["versions"]["torch"]
