@@ -323,7 +323,7 @@ def test_options_that_came_later_take_their_defaults():
     before = stored("experiment=first_run")
     del before["train"]["max_nonfinite"], before["logging"]
     plan = plan_of("train.max_nonfinite=3", "logging.every=5", stored=before)
-    assert (plan.train.max_nonfinite, plan.logging.every, plan.train.steps) == (3, 5, 250)
+    assert (plan.train.max_nonfinite, plan.logging.every, plan.train.steps) == (3, 5, 80)
 
 
 # ---------------------------------------------------------------- sweeps

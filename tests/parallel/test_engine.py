@@ -115,7 +115,8 @@ def test_small_updates_are_not_lost_in_bfloat16():
     model.forward_plain = model.forward
     model.forward = lambda tokens, targets: model.forward_plain(tokens).sum(-1)
     engine = TrainingEngine(model, grid, OptimizerConfig("sgd", lr=1e-5, weight_decay=0, grad_clip=0))
-    batch = replace(global_batch(Case(), 0), tokens=torch.zeros(2, 3, dtype=torch.int64))
+    whole = global_batch(replace(Case(), masks="all", sequence_length=3), 0)
+    batch = replace(whole, tokens=torch.zeros_like(whole.tokens))
     for _ in range(1000):
         engine.forward_backward([batch])
         engine.step(1e-4)
