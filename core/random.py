@@ -161,11 +161,15 @@ def uniform_(tensor: Tensor, key: int, sharding: Sharding, rank: int = 0, low: f
 
 
 # ---------------------------------------------------------------- dropout
-def _element_groups(shape: Sequence[int], offsets: Sequence[int], strides: Sequence[int], rows: slice) -> Tensor:
+def _element_groups(
+    shape: Sequence[int], offsets: Sequence[int], strides: Sequence[int], rows: slice, device: torch.device
+) -> Tensor:
     """Element indices inside the sample for rows ``rows`` of the first dimension; dims of stride 0 do not count."""
-    index = torch.zeros((), dtype=torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (size, offset, stride) in enumerate(zip(shape, offsets, strides, strict=True)):
-        places = torch.arange(size)[rows] if dim == 0 else torch.arange(size)
+        places = torch.arange(size, device=device)
+        if dim == 0:
+            places = places[rows]
         index = index.unsqueeze(-1) + (places + offset) * stride
     return index
 
@@ -202,7 +206,7 @@ def _keep_mask(
     rows = max(1, _BLOCK * max(1, shape[0]) // max(1, math.prod(shape)))
     for first in range(0, shape[0], rows):
         part = slice(first, min(first + rows, shape[0]))
-        index = _element_groups(shape, offsets, strides, part).to(samples.device)
+        index = _element_groups(shape, offsets, strides, part, samples.device)
         own = sample[part] if sample_dim == 0 else sample
         index, own = torch.broadcast_tensors(index, own)
         if packed:
