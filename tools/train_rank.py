@@ -148,7 +148,6 @@ def _start_logging(plan: Plan, grid: Grid, decision: Decision, loop: TrainingLoo
     )
     for note in (*decision.notes, *(f"warning: {text}" for text in warnings)):
         console.note(note)
-    loop.warn = lambda text: console.note(f"warning: {text}")
     loggers: list[Logger] = [console, JsonLinesLogger(directory / METRICS)]
     if plan.logging.tensorboard:
         loggers.append(TensorBoardLogger(directory / "tensorboard", done + 1 if done else 0))

@@ -61,7 +61,6 @@ class TrainingLoop:
         callbacks: called on every rank.
         loggers: given rows on rank 0.
         work: what throughput is held against.
-        warn: takes what a person should know; called on rank 0.
     """
 
     engine: Engine
@@ -77,9 +76,7 @@ class TrainingLoop:
     callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
     loggers: Sequence[Logger] = ()
     work: Work = field(default_factory=lambda: Work(0.0, None, 1))
-    warn: Callable[[str], None] = lambda text: None
     progress: Progress = field(default_factory=Progress)
-    _warned_empty: bool = False
     _saved: int | None = None
 
     @property
@@ -161,9 +158,6 @@ class TrainingLoop:
         if not outcome.applied:
             row["skipped"] = True
         self._log(row)
-        if loss.tokens == 0 and not self._warned_empty:
-            self._warned_empty = True
-            self._warn(f"step {step} has no token that counts in the loss: its loss is 0 and its gradient is zero")
         self.callbacks.call("on_step_end", step, row)
         if (
             self.evaluation is not None
@@ -197,10 +191,6 @@ class TrainingLoop:
         if self.grid.rank == 0:
             for logger in self.loggers:
                 logger.log(row)
-
-    def _warn(self, text: str) -> None:
-        if self.grid.rank == 0:
-            self.warn(text)
 
 
 def checkpointed_step(directory: Path) -> int:
