@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridtron.core.grid import Axis
 from gridtron.core.layout import AXIS_NAMES
-from gridtron.core.torch_compat import all_gather_single, reduce_scatter_single
+from gridtron.core.torch_compat import TorchDispatchMode, all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid

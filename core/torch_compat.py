@@ -5,10 +5,35 @@ Each is looked for, never assumed by version.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+
+# The documented way to see every operation lives in a private module; tests/parallel/test_layers.py fails if it moves.
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Renamed in torch 2.13, where the old names warn.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The Euclidean norm of each tensor, in one pass over all where torch has it."""
+    if hasattr(torch, "_foreach_norm"):
+        return list(torch._foreach_norm(list(tensors)))
+    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """In place: every tensor times ``factor``."""
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(list(tensors), factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+__all__ = ["TorchDispatchMode", "all_gather_single", "norms_of", "reduce_scatter_single", "scale_"]

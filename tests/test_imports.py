@@ -55,3 +55,18 @@ def test_files_and_functions_stay_small():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name} is past 60 lines"
+
+
+def test_private_names_of_torch_stand_in_one_place():
+    for path in [path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]:
+        if path.name == "torch_compat.py" or path.parent.name == "bench":
+            continue  # the bench gives Megatron-core a CPU's answers to its own private questions
+        tree = ast.parse(path.read_text())
+        names = [name for name in imported(path) if name.startswith("torch")]
+        names += [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        private = [
+            n
+            for n in names
+            if n.split(".")[0] in ("torch", "dist") and any(part.startswith("_") for part in n.split("."))
+        ]
+        assert not private, f"{path}: {private}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
 from gridtron.core.sharding import Sharding
+from gridtron.core.torch_compat import norms_of, scale_
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def gradient_norm(held: Sequence[Held], axes: Sequence[Axis]) -> Tensor:
     pieces = [piece for item in held for piece in _owned(item)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if pieces:
-        norms = torch._foreach_norm(pieces)
+        norms = norms_of(pieces)
         total += torch.stack([norm.double() for norm in norms]).square().sum()
     for axis in axes:
         all_reduce(total, axis)
@@ -59,4 +60,4 @@ def clip_(held: Sequence[Held], norm: Tensor, limit: float) -> None:
     """In place: scales all gradients so that their norm is at most ``limit``; nothing where it is already."""
     if norm <= limit or not held:
         return
-    torch._foreach_mul_([item.gradient for item in held], float(limit / norm))
+    scale_([item.gradient for item in held], float(limit / norm))
