@@ -163,6 +163,8 @@ class Grid:
             device = f"cuda:{launcher.local_rank}" if torch.cuda.is_available() else "cpu"
         device = torch.device(device)
         if device.type == "cuda":
+            if device.index is None:
+                device = torch.device("cuda", launcher.local_rank)
             torch.cuda.set_device(device)
         began = False
         if not running and launcher.init_method is not None:
@@ -173,7 +175,8 @@ class Grid:
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
-                device_id=device if device.type == "cuda" else None,
+                # No device_id: NCCL would then split the world's communicator for each group below, which needs every
+                # rank of the world in every split, and the groups are made by their members alone.
             )
             running = began = True
         if not running:

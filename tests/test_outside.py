@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 class Average(nn.Module):
     def __init__(self, vocabulary, width):
         super().__init__()
