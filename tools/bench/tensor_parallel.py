@@ -77,7 +77,8 @@ def _section(
     shape = SHAPES[shape_name]
     with Grid.create(tensor=-1, launcher=launcher, device="cpu") as grid:
         contenders = [make() for make in _makers(shape, grid, sequence_parallel, peers)]
-        title = f"{shape_name} shape, {grid.world_size} process(es){', sequence parallel' * sequence_parallel}"
+        processes = "one process" if grid.world_size == 1 else f"tensor={grid.world_size}"
+        title = f"{shape_name} shape, {processes}{', sequence parallel' * sequence_parallel}"
         with _Progress(title, warmup + pairs, grid.rank == 0) as advance:
             seconds, losses = alternate(contenders, pairs, warmup, lambda: barrier(grid.tensor), advance)
         if grid.rank == 0:
@@ -154,6 +155,8 @@ def _show(record: dict[str, Any]) -> None:
         cells += [f"{ratio['median']:.3f}", f"{ratio['low']:.3f} to {ratio['high']:.3f}"] if ratio else ["", ""]
         table.add_row(*cells)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=110)  # a log has no width of its own, and 80 would cut the names
     console.print(table)
     if any("Megatron" in name for name in record["seconds"]):
         console.print("Megatron-core's attention is unfused on a CPU; the others use torch's SDPA.")
