@@ -138,7 +138,7 @@ class ConfigFiles:
                 picked = OmegaConf.to_container(composed.hydra.runtime.choices)
                 own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
                 values = OmegaConf.to_container(own, resolve=True)
-        except (HydraException, OmegaConfBaseException, YAMLError, OSError) as fault:
+        except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as fault:
             raise Refusal([_composition_message(fault)]) from fault
         assert isinstance(values, dict) and isinstance(picked, dict)
         result = {str(key): value for key, value in values.items()}
@@ -223,6 +223,11 @@ def _holds(content: Any, path: list[str]) -> bool:
 
 def _composition_message(fault: BaseException) -> str:
     """The first lines of what Hydra or YAML says, and of its cause where that says more."""
+    if isinstance(fault, UnicodeDecodeError):
+        return (
+            f"an option file is not UTF-8 text (byte {fault.start} of it: {fault.reason}); look at the files that were "
+            "chosen, in --config-dir and in ./conf"
+        )
     texts = [str(item).strip() for item in (fault, fault.__cause__) if item is not None and str(item).strip()]
     lines = [re.sub(r"\s+", " ", line).strip() for text in texts for line in text.splitlines() if line.strip()]
     return "option files cannot be combined: " + "; ".join(dict.fromkeys(lines[:4]))[:400]

@@ -90,4 +90,33 @@ def _scaling_violations(scaling: Mapping[str, Any] | None) -> list[str]:
     if kind not in (*_SCALING_KEYS, "default"):
         return [f"rope_scaling type {kind!r} is not known; known: {', '.join(_SCALING_KEYS)}"]
     missing = [key for key in _SCALING_KEYS.get(kind, ()) if key not in scaling]
-    return [f"rope_scaling of type {kind} needs {', '.join(missing)}"] if missing else []
+    if missing:
+        return [f"rope_scaling of type {kind} needs {', '.join(missing)}"]
+    found = [
+        f"rope_scaling.{key}={value} must be a number above 0"
+        for key, value in scaling.items()
+        if key in _SCALING_NUMBERS and value is not None and not _is_positive(value)
+    ]
+    if not found and float(scaling.get("factor", 1)) < 1:
+        found.append(f"rope_scaling.factor={scaling['factor']} must be at least 1: scaling stretches a trained context")
+    if not found and kind == "llama3" and float(scaling["low_freq_factor"]) >= float(scaling["high_freq_factor"]):
+        found.append(
+            f"rope_scaling.low_freq_factor={scaling['low_freq_factor']} must be under "
+            f"high_freq_factor={scaling['high_freq_factor']}"
+        )
+    return found
+
+
+_SCALING_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")

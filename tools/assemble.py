@@ -95,6 +95,7 @@ def build_model(plan: Plan, grid: Grid, build: Callable[..., Any] | None = None)
         if fault := model_fault(model):
             raise JobError(f"{plan.parts.get('model') or plan.model.build}: {fault}", agreed=True)
         return model.to(device=grid.device, dtype=dtype)
+    check_memory(plan, grid)
     return GPT(
         plan.model,
         grid,
@@ -104,6 +105,38 @@ def build_model(plan: Plan, grid: Grid, build: Callable[..., Any] | None = None)
         device=grid.device,
         dtype=dtype,
     )
+
+
+def check_memory(plan: Plan, grid: Grid) -> None:
+    """Refuses a model whose states alone are larger than a device, before memory is asked for.
+
+    Counts weights, gradients and optimizer states of one rank: a lower bound, so that nothing that fits is refused.
+
+    Raises:
+        JobError: they are larger, with the numbers.
+    """
+    import torch
+
+    from gridtron.core.precision import wide_dtype
+    from gridtron.models.cost.parameters import total_parameters
+
+    dtype = parameter_dtype(plan.precision.mode, grid.device)
+    wide = wide_dtype(dtype)
+    states = 0 if "optimizer" in plan.parts else {"adamw": 2, "sgd": 0}[plan.optimizer.name]
+    each = dtype.itemsize + wide.itemsize * (1 + states + (wide != dtype))
+    parameters = total_parameters(plan.model)
+    needed = parameters * each // grid.tensor.size
+    if grid.device.type == "cuda":
+        available = torch.cuda.get_device_properties(grid.device).total_memory
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise JobError(
+            f"this model has {parameters:,} parameters: with gradients and optimizer states a rank holds "
+            f"{needed / 2**30:,.0f} GiB at grid.tensor={grid.tensor.size}, and {grid.device} has "
+            f"{available / 2**30:,.0f} GiB; choose a smaller model, or more tensor ranks on more machines",
+            agreed=True,
+        )
 
 
 def model_fault(model: Any) -> str | None:

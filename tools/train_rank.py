@@ -53,6 +53,11 @@ def run_rank(launcher: Launcher, decision: Decision) -> int:
         progress = loop.run()
     except OSError as error:
         if error.errno not in _FULL:
+            if error.filename is not None and Path(str(error.filename)).is_relative_to(directory):
+                raise JobError(
+                    f"{error.filename}: {error.strerror}. It is not what a run leaves there: move it away, or choose "
+                    "another run.directory"
+                ) from None
             raise
         raise JobError(
             f"{error.filename or directory}: {error.strerror}. Make room, and start the same command with "

@@ -205,7 +205,10 @@ class ProfilerWindow(BaseCallback):
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         folder = Path(self._run.directory) / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise JobError(f"{folder} is a file, and stacks are written to a folder there: move it away") from None
         profiler.export_chrome_trace(str(folder / f"rank-{self._run.rank}.json"))
 
 

@@ -137,6 +137,22 @@ def test_initial_weights_follow_the_seed():
         ({"vocab_size": None}, "vocab_size is not set"),
         ({"rope_scaling": {"type": "magic"}}, "'magic' is not known"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor=x must be a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "at least 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": -64}}, "above 0"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 1,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "must be under",
+        ),
     ],
 )
 def test_shapes_that_cannot_be(changes, words):
