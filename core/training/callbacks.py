@@ -101,6 +101,13 @@ class Callbacks:
             yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), callback
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise JobError(f"{folder} is a file, and a run keeps a folder there: move it away") from None
+
+
 @contextmanager
 def _named(callback: Callback, moment: str) -> Iterator[None]:
     try:
@@ -205,10 +212,7 @@ class ProfilerWindow(BaseCallback):
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         folder = Path(self._run.directory) / "profile"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise JobError(f"{folder} is a file, and stacks are written to a folder there: move it away") from None
+        _make_folder(folder)
         profiler.export_chrome_trace(str(folder / f"rank-{self._run.rank}.json"))
 
 
@@ -230,7 +234,7 @@ class StackDump(BaseCallback):
 
     def on_start(self, run: RunInfo, step: int) -> None:
         folder = Path(run.directory) / "stacks"
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         path = folder / f"rank-{run.rank}.txt"
         self._file = path.open("a")
         if not hasattr(signal, "SIGUSR2") or threading.current_thread() is not threading.main_thread():
