@@ -120,8 +120,8 @@ def _run_job(command: Sequence[str], folder: str) -> int:
     try:
         return process.wait()
     except KeyboardInterrupt:
-        # From a terminal the job has had its Ctrl-C as well; a second SIGINT, or SIGKILL, only hastens it.
-        process.send_signal(signal.SIGINT)
+        # From a terminal the job has had its Ctrl-C as well. SIGTERM, since a shell's background jobs ignore SIGINT.
+        process.terminate()
         try:
             process.wait(_PATIENCE)
         except (KeyboardInterrupt, subprocess.TimeoutExpired):

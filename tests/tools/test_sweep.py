@@ -129,7 +129,14 @@ time.sleep(60)
 def test_an_interrupted_sweep_leaves_no_job(tmp_path, number):
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "slow.py").write_text(SLOW)
-    driver = subprocess.Popen([sys.executable, "driver.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "driver.py"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where the tests run in a shell's background, Ctrl-C is ignored by all that they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     note = tmp_path / "out" / "0" / "pid"
     deadline = time.monotonic() + 30
     while not (note.exists() and note.read_text().endswith("\n")):
