@@ -17,7 +17,7 @@ from gridtron.core.layout import AXIS_NAMES, GridSizes, resolve_sizes
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -171,7 +171,7 @@ class Grid:
             backend = backend or ("nccl" if device.type == "cuda" else "gloo")
             dist.init_process_group(
                 backend,
-                init_method=launcher.init_method,
+                store=_fresh_store(launcher, timeout),
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
@@ -291,6 +291,21 @@ class Grid:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={self.sizes.sizes[name]}" for name in self.sizes.order)
         return f"Grid({sizes}; rank {self.rank} of {self.world_size})"
+
+
+def _fresh_store(launcher: Launcher, timeout: float) -> Store:
+    """The launcher's store under a prefix of its own for each time that a process joins.
+
+    torchrun's store outlives a process group: a second one would read the addresses of the first and wait for them.
+    """
+    import torch.distributed as dist
+
+    assert launcher.init_method is not None
+    store, rank, _ = next(
+        dist.rendezvous(launcher.init_method, launcher.rank, launcher.world_size, timeout=timedelta(seconds=timeout))
+    )
+    store.set_timeout(timedelta(seconds=timeout))
+    return dist.PrefixStore(f"gridtron/{store.add(f'gridtron/joined/{rank}', 1)}", store)
 
 
 def _create_groups(

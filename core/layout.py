@@ -80,6 +80,8 @@ def resolve_sizes(world_size: int, order: Sequence[str] | None = None, **request
     for name, size in sizes.items():
         if size != -1 and size < 1:
             raise ValueError(f"{name}={size}: the size of an axis is at least 1, or -1 for what is left")
+    if sizes["context"] > 1:
+        raise ValueError(f"context={sizes['context']}: context parallelism is not built yet; set context=1")
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1 and "data" in open_axes:
         sizes["data"] = 1
@@ -96,10 +98,12 @@ def resolve_sizes(world_size: int, order: Sequence[str] | None = None, **request
                 f"{described}: {given} does not divide the {world_size} ranks; {_advice(sizes, world_size)}"
             )
         sizes[open_axes[0]] = world_size // given
+        if sizes["context"] > 1:
+            raise ValueError(
+                f"context=-1 is {sizes['context']} here: context parallelism is not built yet; set context=1"
+            )
     elif given != world_size:
         raise ValueError(f"{described} is {given} ranks and there are {world_size}; {_advice(sizes, world_size)}")
-    if sizes["context"] > 1:
-        raise ValueError(f"context={sizes['context']}: context parallelism is not built yet; set context=1")
     return GridSizes(sizes, order)
 
 

@@ -1,6 +1,9 @@
 """Rank arithmetic over its whole range, and grids over real processes."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 from ranks import run_ranks
@@ -130,3 +133,33 @@ def test_adopts_a_mesh():
     for rank, (coordinate, tensor, data) in enumerate(run_ranks(check_from_mesh, 4)):
         assert (coordinate["data"], coordinate["tensor"]) == divmod(rank, 2)
         assert tensor == (rank // 2 * 2, rank // 2 * 2 + 1) and data == (rank % 2, rank % 2 + 2)
+
+
+AGAIN = """
+import torch, torch.distributed as dist
+from gridtron.core import Grid
+for tensor in (2, 1, 2):
+    with Grid.create(tensor=tensor) as grid:
+        number = torch.ones(1)
+        dist.all_reduce(number)
+        assert int(number) == 2 and grid.tensor.size == tensor
+    assert not dist.is_initialized()
+"""
+
+
+def test_grids_one_after_another_under_a_launcher(tmp_path):
+    """The launcher's store outlives a process group; the next one must not read the last one's addresses."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "again.py")], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_context_is_refused_by_name_before_anything_else():
+    with pytest.raises(ValueError, match="context=2: context parallelism is not built yet"):
+        Grid.create(context=2)
+    with pytest.raises(ValueError, match="not built yet"):
+        resolve_sizes(8, context=-1)
