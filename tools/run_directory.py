@@ -140,6 +140,24 @@ def changed_mathematics(before: Mapping[str, Any], after: Mapping[str, Any]) -> 
     return found
 
 
+_OTHER_TENSORS = (
+    *(f"model.{name}" for name in ("num_layers", "hidden_size", "vocab_size", "normalization", "position")),
+    "model.tie_embeddings",
+    "optimizer.name",
+)
+"""Options under which a checkpoint holds other tensors: told before the job begins; loading finds the rest."""
+
+
+def _makes_other_tensors(change: str) -> bool:
+    """Whether a change, as of :func:`changed_mathematics`, is one under which no checkpoint can be loaded."""
+    key, _, values = change.partition(": ")
+    old, _, new = values.partition(" -> ")
+    if key == "precision.mode":
+        # Narrow parameters have main weights beside them; which "auto" is, the device tells.
+        return "auto" not in (old, new) and (old == "bf16") != (new == "bf16")
+    return key in _OTHER_TENSORS
+
+
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
@@ -177,6 +195,13 @@ def decide(plan: Plan, stored: Mapping[str, Any] | None, overrides: Sequence[str
     own = checkpoint.parent == directory / CHECKPOINTS
     before = stored if own else _plan_of(checkpoint)
     changes = changed_mathematics(before, values) if before is not None else []
+    if other := [change for change in changes if _makes_other_tensors(change)]:
+        raise Refusal(
+            [
+                f"{checkpoint} holds other tensors than this run would: {'; '.join(other)}. Leave these out, or give "
+                "another run.directory; checkpoint.allow_changes does not help here"
+            ]
+        )
     if changes and not plan.checkpoint.allow_changes:
         raise Refusal(
             [

@@ -108,7 +108,8 @@ def _decide(
     if isinstance(decision, str):
         print(decision)
         return 0
-    return open_run(decision), lock
+    # A run that goes on is rewritten only once its checkpoint is loaded (run_rank): a start that fails changes nothing.
+    return (decision if decision.checkpoint else open_run(decision)), lock
 
 
 def _taken(directory: Path, undo: contextlib.ExitStack) -> RunLock:

@@ -238,3 +238,28 @@ def test_the_commit_of_a_clone_is_told(tmp_path: Path) -> None:
         subprocess.run([*git, *words], check=True)
     commit = source_commit(tmp_path)
     assert commit is not None and len(commit) == 40
+
+
+@pytest.mark.parametrize("change", ["model.num_layers=3", "optimizer=sgd", "model.hidden_size=64"])
+def test_other_tensors_are_refused_whatever_is_allowed(change: str, train: Any, tmp_path: Path) -> None:
+    assert train("train.stop_after=3")[0] == 0
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    code, printed = train(change, "checkpoint.allow_changes=true", small=False)
+    assert code == 2 and "holds other tensors" in printed and "does not help here" in printed
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+    assert train(small=False)[0] == 0
+
+
+def test_a_start_whose_checkpoint_cannot_be_loaded_changes_nothing(train: Any, tmp_path: Path) -> None:
+    """What the decision cannot foresee is found by loading; the run's own configuration and rows stay as they were."""
+    assert train("train.stop_after=3")[0] == 0
+    data = next((tmp_path / "run" / "checkpoints").glob("step-*/*.safetensors"))
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-8])
+    names = ("config.yaml", "metrics.jsonl", "environment.json")
+    before = [(tmp_path / "run" / name).read_bytes() for name in names]
+    assert train("optimizer.lr=0.5", "checkpoint.allow_changes=true", small=False)[0] == 1
+    assert [(tmp_path / "run" / name).read_bytes() for name in names] == before
+    data.write_bytes(whole)
+    assert train(small=False)[0] == 0
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
