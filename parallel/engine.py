@@ -56,7 +56,9 @@ class TrainingEngine:
         options = data_parallel or DataParallelConfig()
         self.grid = grid
         self.data_axis = grid.axis("data", "context")
-        self.model = DataParallel(model, self.data_axis, zero=options.zero, bucket_bytes=options.bucket_bytes)
+        self.model = DataParallel(
+            model, self.data_axis, zero=options.zero, bucket_bytes=options.bucket_bytes, set_grad=False
+        )
         self.parameters = named_parameters(model, grid.tensor)
         trained = {item.name: item.parameter for item in self.parameters if item.parameter.requires_grad}
         self.optimizer = Optimizer(trained, optimizer, build_optimizer)

@@ -51,6 +51,10 @@ class Bucket:
     def add(self, index: int, gradient: Tensor, last: bool) -> None:
         if last:
             self.landed.add(index)
+        self.keep(index, gradient)
+
+    def keep(self, index: int, gradient: Tensor) -> None:
+        """Adds a gradient without counting it for the pass that is reduced."""
         if self.arrived[index]:
             self.views[index].add_(gradient)
         else:

@@ -31,10 +31,12 @@ class DataParallel(nn.Module):
         zero: only 0 is built: all states on every rank.
         bucket_bytes: size of a bucket in bytes.
         reduce_dtype: dtype in which gradients travel; default that in which they accumulate, float32 or wider.
+        set_grad: finish_step() sets ``parameter.grad``, in the parameter's dtype; False where :meth:`gradient` is read
+            instead, which saves a copy of gradients that accumulate wider than their parameters.
         shard_size: of hybrid sharding; goes with zero above 0, which is not built.
 
     Raises:
-        ValueError: zero above 0 or a shard_size.
+        ValueError: zero above 0, a shard_size, or bucket_bytes under 1.
 
     Example:
         >>> model = DataParallel(module, grid.data)
@@ -57,10 +59,14 @@ class DataParallel(nn.Module):
         bucket_bytes: int = 25 * 1024 * 1024,
         reduce_dtype: torch.dtype | None = None,
         shard_size: int | None = None,
+        *,
+        set_grad: bool = True,
     ):
         super().__init__()
         if zero != 0 or shard_size is not None:
             raise ValueError(f"zero={zero}, shard_size={shard_size}: only zero=0 without shard_size is built")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes}: a bucket holds at least 1 byte")
         self.module = module
         self.axis = Axis.of(axis)
         self.reduce_dtype = reduce_dtype
@@ -70,16 +76,26 @@ class DataParallel(nn.Module):
         # A gradient that no other rank has a part in, already wide, needs no door: autograd's own .grad accumulates it.
         guarded = [item.parameter for item in self._named if item.parameter.requires_grad and self._travels(item)]
         self._buckets = make_buckets(guarded, bucket_bytes)
+        self._frozen = [item for item in self._named if not item.parameter.requires_grad and self._travels(item)]
         self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
         for parameter in self._place:
+            parameter.register_hook(self._before_gradient)
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
             parameter.gradient_door = self.accumulate_gradient  # type: ignore[attr-defined]
         self._reducing = True
+        self._set_grad = set_grad
         self._finished = False
         self._had_gradients = False
         self._launched = 0
+        self._kept: dict[nn.Parameter, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for item in self._frozen:
+            if item.parameter.requires_grad:
+                raise RuntimeError(
+                    f"{item.name} was frozen when DataParallel was made and is trained now: its gradient would not be "
+                    "summed; unfreeze it first and wrap the module then"
+                )
         return self.module(*args, **kwargs)
 
     def _travels(self, item: NamedParameter) -> bool:
@@ -87,14 +103,23 @@ class DataParallel(nn.Module):
         return self.axis.size > 1 or summed or item.parameter.dtype != wide_dtype(item.parameter.dtype)
 
     # ---------------------------------------------------------------- the door
+    def _before_gradient(self, gradient: Tensor) -> None:
+        # Before autograd accumulates: a .grad that is left from the last step is the same on every rank, and must not
+        # be summed over them again with what is new.
+        if self._finished:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Gradients that the last step left, zero or not, will be added to the sums of this one, as autograd would."""
+        for parameter in self._place:
+            if parameter.grad is not None:
+                self._kept[parameter] = parameter.grad.clone()
+                parameter.grad = None
+        self._clear()
+
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        bucket, index = self._place[parameter]
-        if gradient.data_ptr() == bucket.views[index].data_ptr() and gradient.numel():
-            raise RuntimeError(
-                "a backward pass met the gradients of the last step: call optimizer.zero_grad() after optimizer.step()"
-            )
         parameter.grad = None
         self.accumulate_gradient(parameter, gradient)
 
@@ -102,20 +127,27 @@ class DataParallel(nn.Module):
         """Takes a finished gradient of one microbatch.
 
         Raises:
-            RuntimeError: the parameter's bucket was reduced already.
+            RuntimeError: the parameter's bucket was reduced already, or holds narrower numbers than the gradient.
         """
         if self._finished:
-            self._clear()
+            self._begin_step()
         bucket, index = self._place[parameter]
-        if bucket.pending is not None:
-            name = next(item.name for item in self._named if item.parameter is parameter)
+        if torch.promote_types(gradient.dtype, bucket.flat.dtype) != bucket.flat.dtype:
             raise RuntimeError(
-                f"a gradient of {name} came after its bucket was reduced: run every microbatch but the last under "
+                f"{self._name_of(parameter)} became {parameter.dtype} after DataParallel was made, and gradients would "
+                f"accumulate in {bucket.flat.dtype}; convert the module first and wrap it then"
+            )
+        if bucket.pending is not None:
+            raise RuntimeError(
+                f"a gradient of {self._name_of(parameter)} came after its bucket was reduced: run every microbatch but the last under "
                 "no_reduce(), and finish_step() after the last"
             )
         bucket.add(index, gradient, self._reducing)
         if self._reducing:
             self._launch_complete()
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(item.name for item in self._named if item.parameter is parameter)
 
     def _launch_complete(self) -> None:
         # In order of the buckets, whatever finishes first: collectives must start in one order on every rank.
@@ -142,18 +174,22 @@ class DataParallel(nn.Module):
             bucket.start_reduction(self.axis, self.reduce_dtype)
         for bucket in self._buckets:
             bucket.finish_reduction()
-            for parameter, view, arrived in zip(bucket.parameters, bucket.views, bucket.arrived, strict=True):
-                parameter.grad = view if arrived and view.dtype == parameter.dtype else None
         self._launched = len(self._buckets)
         held = [(self.gradient(item.parameter), item.sharding, item.axis) for item in self._named]
         sum_among_holders([(gradient, sharding, axis) for gradient, sharding, axis in held if gradient is not None])
+        for parameter, kept in self._kept.items():
+            bucket, index = self._place[parameter]
+            bucket.keep(index, kept)
+        self._kept = {}
+        for parameter in self._place if self._set_grad else ():
+            gradient = self.gradient(parameter)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         self._finished = True
         self._had_gradients = any(parameter.grad is not None for parameter in self._place)
 
     def _begun_anew(self) -> bool:
         """Whether optimizer.zero_grad() forgot the finished step: then a rank without any backward still takes part."""
-        visible = [parameter for parameter in self._place if parameter.dtype == wide_dtype(parameter.dtype)]
-        return bool(visible) and all(parameter.grad is None for parameter in visible) and self._had_gradients
+        return self._had_gradients and all(parameter.grad is None for parameter in self._place)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """A parameter's gradient in the wide dtype, this rank's rows; None where there is none on any rank."""
@@ -165,7 +201,9 @@ class DataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients."""
         super().zero_grad(set_to_none)
-        self._clear()
+        self._kept = {}
+        if set_to_none:
+            self._clear()
 
     def _clear(self) -> None:
         for bucket in self._buckets:

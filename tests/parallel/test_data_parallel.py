@@ -107,18 +107,83 @@ def check_misuse():
         model(x).sum().backward()
         with pytest.raises(RuntimeError, match="came after its bucket was reduced"):
             model(x).sum().backward()
-        model.zero_grad()
-        model(x).sum().backward()
-        model.finish_step()
-        with pytest.raises(RuntimeError, match=r"call optimizer.zero_grad\(\)"):
-            model(x).sum().backward()
+        frozen = nn.Linear(3, 2)
+        frozen.bias.requires_grad_(False)
+        model = DataParallel(frozen, grid.data)
+        frozen.bias.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="bias was frozen when DataParallel was made"):
+            model(x)
 
 
 def test_misuse_is_named():
     run_ranks(check_misuse, 2)
 
 
+def check_gradients_between_steps(dtype, zeroing):
+    """Whatever happens to .grad between two steps, the second holds what autograd would on the whole batch."""
+    with Grid.create(data=-1) as grid:
+        torch.manual_seed(0)
+        net, plain = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(dtype) for _ in range(2))
+        plain.load_state_dict(net.state_dict())
+        model = DataParallel(net, grid.data)
+        plain.load_state_dict(net.state_dict())
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.25) for module in (net, plain)]
+        for step in range(3):
+            xs = [torch.full((1, 3), 0.5 + rank + step, dtype=dtype) for rank in range(grid.data.size)]
+            model(xs[grid.rank]).sum().backward()
+            model.finish_step()
+            for x in xs:
+                plain(x).sum().backward()
+            for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+                assert p.grad is not None and p.grad.dtype == dtype
+                assert torch.allclose(p.grad, q.grad, rtol=0.02 if dtype == torch.bfloat16 else 1e-12)
+            before = net[0].weight.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+                if zeroing is not None:
+                    optimizer.zero_grad(set_to_none=zeroing)
+            assert not torch.equal(before, net[0].weight), "the optimizer takes .grad"
+            plain.load_state_dict(net.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("zeroing", [True, False, None])
+def test_grad_is_what_an_optimizer_takes(world_size, dtype, zeroing):
+    run_ranks(check_gradients_between_steps, world_size, dtype, zeroing)
+
+
+def check_converted_after_wrapping():
+    with Grid.create(data=-1) as grid:
+        net = nn.Linear(3, 2).double()
+        model = DataParallel(net, grid.data)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            model.to(dtype)
+            model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+            model.finish_step()
+            assert torch.equal(net.bias.grad, torch.full((2,), float(grid.data.size), dtype=dtype))
+            model.zero_grad()
+
+
+def check_widened_after_wrapping():
+    with Grid.create(data=-1) as grid:
+        model = DataParallel(nn.Linear(3, 2), grid.data).double()
+        with pytest.raises(RuntimeError, match=r"became torch.float64 after .* accumulate in torch.float32; convert"):
+            model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+
+
+def test_widened_after_wrapping_is_refused():
+    run_ranks(check_widened_after_wrapping, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_converted_after_wrapping(world_size):
+    run_ranks(check_converted_after_wrapping, world_size)
+
+
 def test_not_built_is_refused():
+    with pytest.raises(ValueError, match="bucket_bytes=0"):
+        DataParallel(nn.Linear(2, 2), bucket_bytes=0)
     with pytest.raises(ValueError, match="only zero=0"):
         DataParallel(nn.Linear(2, 2), zero=1)
     with pytest.raises(ValueError, match="only zero=0"):
