@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,51 +72,61 @@ class GPTConfig:
             found.append(
                 f"head_dim={self.head_size} is odd and rotary positions turn pairs; nearest: {self.head_size + 1}"
             )
-        found.extend(_scaling_violations(self.rope_scaling))
+        found.extend(_scaling_violations(self))
         return found
 
 
-_SCALING_KEYS: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
+_SCALING_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor",),
+        ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    ),
 }
+"""Kind of scaling -> the keys that it needs, and those that it may have (null: its own default)."""
 
 
-def _scaling_violations(scaling: Mapping[str, Any] | None) -> list[str]:
+def _scaling_violations(config: GPTConfig) -> list[str]:
+    scaling = config.rope_scaling
     if not scaling:
         return []
+    if config.position != "rotary":
+        return [f"rope_scaling has no effect with position={config.position}; leave it out, or set position=rotary"]
     kind = scaling.get("rope_type", scaling.get("type"))
-    if kind not in (*_SCALING_KEYS, "default"):
+    if kind not in _SCALING_KEYS:
         return [f"rope_scaling type {kind!r} is not known; known: {', '.join(_SCALING_KEYS)}"]
-    missing = [key for key in _SCALING_KEYS.get(kind, ()) if key not in scaling]
-    if missing:
-        return [f"rope_scaling of type {kind} needs {', '.join(missing)}"]
-    found = [
-        f"rope_scaling.{key}={value} must be a number above 0"
-        for key, value in scaling.items()
-        if key in _SCALING_NUMBERS and value is not None and not _is_positive(value)
-    ]
-    if not found and float(scaling.get("factor", 1)) < 1:
+    needed, optional = _SCALING_KEYS[kind]
+    found = []
+    for key in set(scaling) - {"type", "rope_type", *needed, *optional}:
+        near = difflib.get_close_matches(str(key), (*needed, *optional), 1)
+        found.append(
+            f"rope_scaling of type {kind} has no {key}; " + (f"nearest: {near[0]}" if near else "leave it out")
+        )
+    if missing := [key for key in needed if key not in scaling]:
+        found.append(f"rope_scaling of type {kind} needs {', '.join(missing)}")
+    for key in (*needed, *optional):
+        value = scaling.get(key)
+        if key in scaling and key != "truncate" and not (_is_positive(value) or (value is None and key in optional)):
+            found.append(f"rope_scaling.{key}={value} must be a number above 0")
+    return found or _scaling_relations(config, kind, scaling)
+
+
+def _scaling_relations(config: GPTConfig, kind: str, scaling: Mapping[str, Any]) -> list[str]:
+    """Rules between values that are each right."""
+    found = []
+    if float(scaling.get("factor", 1)) < 1:
         found.append(f"rope_scaling.factor={scaling['factor']} must be at least 1: scaling stretches a trained context")
-    if not found and kind == "llama3" and float(scaling["low_freq_factor"]) >= float(scaling["high_freq_factor"]):
+    if kind == "llama3" and float(scaling["low_freq_factor"]) >= float(scaling["high_freq_factor"]):
         found.append(
             f"rope_scaling.low_freq_factor={scaling['low_freq_factor']} must be under "
             f"high_freq_factor={scaling['high_freq_factor']}"
         )
+    if kind == "dynamic" and config.head_size <= 2:
+        found.append(f"rope_scaling of type dynamic needs head_dim above 2, and it is {config.head_size}; nearest: 4")
     return found
-
-
-_SCALING_NUMBERS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-)
 
 
 def _is_positive(value: Any) -> bool:

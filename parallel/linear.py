@@ -180,6 +180,11 @@ def row_linear(
     return y if bias is None else y + bias
 
 
+def as_rows(x: Float[Tensor, "*batch features"]) -> Float[Tensor, "rows features"]:
+    """All dimensions but the last as one; of a rank without any feature too, where -1 could not be inferred."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, *parameters: Tensor | None) -> Any:
@@ -196,7 +201,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         axis, needs = ctx.axis, ctx.needs_input_grad
         needs_weight = any(needs[3:])
-        flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        flat = [as_rows(gradient) for gradient in gradients]
         whole, gathered = start_all_gather(x, axis) if ctx.sequence_parallel and needs_weight else (x, None)
         grad_x = reduced = None
         if needs[0]:
@@ -214,7 +219,7 @@ class _ColumnLinear(torch.autograd.Function):
                 reduced = start_all_reduce(grad_x, axis)
         elif gathered is not None:
             gathered.wait()
-        rows = whole.reshape(-1, whole.shape[-1])
+        rows = as_rows(whole)
         grads: list[Tensor | None] = []
         for index, gradient in enumerate(flat):
             grads.append(gradient.t() @ rows if needs[3 + 2 * index] else None)
@@ -237,7 +242,7 @@ class _RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             gradient = all_gather(gradient, ctx.axis)
-        flat = gradient.reshape(-1, gradient.shape[-1])
+        flat = as_rows(gradient)
         grad_x = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        grad_weight = flat.t() @ as_rows(x) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None, None

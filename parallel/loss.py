@@ -12,6 +12,7 @@ from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
 from gridtron.core.precision import wide_dtype
 from gridtron.core.sharding import even_ranges
+from gridtron.parallel.linear import as_rows
 
 
 def vocab_parallel_cross_entropy(
@@ -81,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
         share = logits.shape[-1]
         wide = wide_dtype(logits.dtype)
         # Detached: a view made here of a tensor that autograd tracks could not be changed in place.
-        flat = logits.detach().reshape(-1, share)
+        flat = as_rows(logits.detach())
         target = target.reshape(-1)
         start, total = _vocabulary_place(share, vocabulary, axis, logits.device)
         ignored = target == ignore_index

@@ -139,8 +139,8 @@ class DataParallel(nn.Module):
             )
         if bucket.pending is not None:
             raise RuntimeError(
-                f"a gradient of {self._name_of(parameter)} came after its bucket was reduced: run every microbatch but the last under "
-                "no_reduce(), and finish_step() after the last"
+                f"a gradient of {self._name_of(parameter)} came after its bucket was reduced: run every microbatch but "
+                "the last under no_reduce(), and finish_step() after the last"
             )
         bucket.add(index, gradient, self._reducing)
         if self._reducing:

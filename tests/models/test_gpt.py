@@ -139,6 +139,11 @@ def test_initial_weights_follow_the_seed():
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor=x must be a number above 0"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "factr": 2}}, "has no factr; nearest: factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, "has no mscale; leave it out"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}, "position": "learned"}, "no effect with position=learned"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim above 2"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "at least 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": -64}}, "above 0"),
         (

@@ -272,3 +272,31 @@ def test_ledger_sees_fsdp2_and_dtensor():
         own = 2 * 8 * 12 // 2 * 4
         assert table["data", "all_gather"][1] >= own and table["data", "reduce_scatter"][1] >= own
         assert table["tensor", "all_reduce"][1] >= 4 * 8 * 4
+
+
+def check_fewer_features_than_ranks():
+    with Grid.create(tensor=-1) as grid:
+        for sequence_parallel in (False, True):
+            torch.manual_seed(0)
+            model = TwoLinears(grid.tensor, sequence_parallel, ffn=1)
+            x = torch.randn(6, 2, 8, dtype=torch.float64, requires_grad=True)
+            state = {name: tensor.requires_grad_() for name, tensor in full_state_dict(model).items()}
+            expected = dense(state, x)
+            expected.square().sum().backward()
+            y = model(scatter_to_sequence(x, grid.tensor) if sequence_parallel else x)
+            y = gather_from_sequence(y, grid.tensor) if sequence_parallel else y
+            (y.square().sum() / (grid.tensor.size if sequence_parallel else 1)).backward()
+            assert torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
+            for name, gradient in full_state_dict(model, of="gradients").items():
+                assert torch.allclose(gradient, state[name].grad, rtol=1e-11, atol=1e-11), name
+        logits = torch.randn(5, 2, dtype=torch.float64)
+        local = logits[:, grid.rank : grid.rank + 1 if grid.rank < 2 else grid.rank].clone().requires_grad_()
+        losses = vocab_parallel_cross_entropy(local, torch.tensor([0, 1, 0, 1, -100]), grid.tensor, vocabulary=2)
+        losses.sum().backward()
+        whole = F.cross_entropy(logits, torch.tensor([0, 1, 0, 1, -100]), reduction="none")
+        assert torch.allclose(losses, whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fewer_features_than_ranks(world_size):
+    run_ranks(check_fewer_features_than_ranks, world_size)
