@@ -334,12 +334,17 @@ def run_ranked(
     return code
 
 
-def _die_with_parent(parent: int, alive: Connection) -> None:
-    """SIGKILL from the kernel when the parent ends, where there is one that does that; and a thread that watches."""
+def end_with_parent(number: signal.Signals) -> None:
+    """This process gets the signal when its parent ends, however it ends; on Linux, and nothing elsewhere."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
+            ctypes.CDLL(None).prctl(set_parent_death_signal, int(number), 0, 0, 0)
+
+
+def _die_with_parent(parent: int, alive: Connection) -> None:
+    """SIGKILL from the kernel when the parent ends, where there is one that does that; and a thread that watches."""
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

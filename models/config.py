@@ -95,7 +95,7 @@ def _scaling_violations(config: GPTConfig) -> list[str]:
         return []
     if config.position != "rotary":
         return [f"rope_scaling has no effect with position={config.position}; leave it out, or set position=rotary"]
-    kind = scaling.get("rope_type", scaling.get("type"))
+    kind = str(scaling.get("rope_type", scaling.get("type")))
     if kind not in _SCALING_KEYS:
         return [f"rope_scaling type {kind!r} is not known; known: {', '.join(_SCALING_KEYS)}"]
     needed, optional = _SCALING_KEYS[kind]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from gridtron.conf.overrides import quote_path, quote_text
 from gridtron.conf.refusal import Refusal
 from gridtron.conf.schema import Option, all_options, schemas_of
 from gridtron.core.launch import find_launcher
+from gridtron.core.supervise import end_with_parent
 from gridtron.tools.arguments import Arguments, print_refusal
 
 _PATIENCE = 40.0
@@ -116,7 +118,7 @@ def _job(train: Sequence[str], directories: Sequence[str], records: JobRecords) 
 
 def _run_job(command: Sequence[str], folder: str) -> int:
     """Runs one job to its end; on Ctrl-C or SIGTERM ends it before the sweep ends. Returns its exit code."""
-    process = subprocess.Popen(command, cwd=folder)
+    process = subprocess.Popen(command, cwd=folder, preexec_fn=partial(end_with_parent, signal.SIGTERM))
     try:
         return process.wait()
     except KeyboardInterrupt:

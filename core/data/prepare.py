@@ -310,7 +310,7 @@ def _write_lines(reader: _Reader, file: Path, tokenizer: Tokenizer, writer: Toke
 def _document(line: str, file: Path, number: int) -> str:
     try:
         record = json.loads(line)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise DataError(f'{file}: line {number} is not JSON ({fault}); each line must be {{"text": "..."}}') from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):

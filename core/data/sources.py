@@ -84,6 +84,10 @@ def _matches(path: str) -> list[Path]:
     if is_folder:
         raise DataError(f"data.path={path}: it is a folder; give a pattern, as in data.path={_pattern_in(literal)}")
     if is_folder is False:
+        if not literal.is_file():
+            raise DataError(
+                f"data.path={path}: it is a pipe or a device, not a file; write its content to a file and give that"
+            )
         return [literal]
     if os.path.exists(path + ".bin") and os.path.exists(path + ".idx"):
         return [Path(path + ".bin")]

@@ -109,6 +109,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 def _read_tokenizer(path: str) -> bytes:
     file = Path(path)
     try:
+        if not (file.is_file() or file.is_dir()) and file.exists():
+            raise DataError(f"data.tokenizer={path}: it is a pipe or a device; give the path of a tokenizer.json")
         return file.read_bytes()
     except FileNotFoundError:
         raise DataError(f"data.tokenizer={path}: no such file; give bytes or the path of a tokenizer.json") from None

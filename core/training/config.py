@@ -20,7 +20,7 @@ class TrainConfig:
         "end cleanly, with a checkpoint, after this step; the schedule of the rate is unchanged; null: none",
         minimum=1,
     )
-    global_batch_size: int = option(16, "sequences a step, over all data ranks", minimum=1)
+    global_batch_size: int = option(16, "sequences a step, over all data ranks", minimum=1, maximum=2**31)
     micro_batch_size: int = option(2, "sequences a data rank runs at once", minimum=1)
     sequence_length: int = option(256, "tokens a sequence", minimum=1)
     seed: int = option(0, "of the weights, the order of the data and dropout", minimum=0)

@@ -148,6 +148,22 @@ def test_an_interrupted_sweep_leaves_no_job(tmp_path, number):
     assert not psutil.pid_exists(int(note.read_text())) and not (tmp_path / "out" / "1").exists()
 
 
+def test_a_killed_sweep_leaves_no_job(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "slow.py").write_text(SLOW)
+    driver = subprocess.Popen([sys.executable, "driver.py"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    note = tmp_path / "out" / "0" / "pid"
+    deadline = time.monotonic() + 30
+    while not (note.exists() and note.read_text().endswith("\n")):
+        assert time.monotonic() < deadline and driver.poll() is None
+        time.sleep(0.05)
+    driver.kill()
+    driver.wait()
+    while psutil.pid_exists(int(note.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.case(14)
 def test_two_real_runs_over_two_ranks(tmp_path):
     (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)

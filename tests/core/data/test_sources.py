@@ -1,9 +1,14 @@
 """Which files a path names, and the words for each way in which it names none."""
 
+import os
+
 import pytest
 
 from gridtron.core.data import sources
+from gridtron.core.data.config import DataConfig
+from gridtron.core.data.prepare import prepare_data
 from gridtron.core.data.sources import DataError, find_source, library_files
+from gridtron.core.data.tokenizers import load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -77,3 +82,18 @@ def test_library_leaves_packages_and_tests_out(tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")
     assert [str(file.relative_to(tmp_path)) for file in library_files(tmp_path)] == ["json/decoder.py", "os.py"]
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="a pipe or a device"):
+        find_source(str(tmp_path / "pipe"))
+    with pytest.raises(DataError, match="a pipe or a device"):
+        load_tokenizer(str(tmp_path / "pipe"))
+
+
+def test_a_line_nested_too_deep_is_named(tmp_path):
+    (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(DataError, match="line 2"):
+        prepare_data(DataConfig(path=str(tmp_path / "deep.jsonl")), tmp_path / "cache")
