@@ -28,6 +28,7 @@ from gridtron.core.checkpoint.layout import (
     step_path,
     write_whole,
 )
+from gridtron.core.errors import JobError
 from gridtron.core.training.metrics import cut_rows
 
 CONFIG, METRICS, ENVIRONMENT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "environment.json", "checkpoints"
@@ -311,6 +312,25 @@ def open_run(decision: Decision) -> Decision:
 
 
 # -------------------------------------------------------------------- environment.json
+def check_data(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Whether the data under the run's path is what the run read before, by the hash that environment.json holds.
+
+    Raises:
+        JobError: it is not.
+    """
+    before: Any = None
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        before = json.loads((directory / ENVIRONMENT).read_text())["data"]["sha256"]
+    data = facts.get("data")
+    after = data.get("sha256") if isinstance(data, Mapping) else None
+    if before is not None and after is not None and before != after:
+        raise JobError(
+            f"the data changed since this run read it (sha256 {before[:12]}... then, {after[:12]}... now): the same "
+            "position holds other samples. Give the data as it was, another run.directory, or go on with it by "
+            "checkpoint.allow_changes=true"
+        )
+
+
 def write_environment(decision: Decision, facts: Mapping[str, Any]) -> None:
     """What this start of the run ran on; starts before it are kept under ``earlier``.
 

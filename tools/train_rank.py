@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gridtron.conf.schema import Plan, plan_from_dict
 from gridtron.core.errors import JobError
 from gridtron.core.launch import Launcher
-from gridtron.tools.run_directory import METRICS, Decision, open_run, write_environment
+from gridtron.tools.run_directory import METRICS, Decision, check_data, open_run, write_environment
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
@@ -45,6 +45,8 @@ def run_rank(launcher: Launcher, decision: Decision) -> int:
     if decision.checkpoint is not None:
         loop.resume(Path(decision.checkpoint), decision.own)
         if grid.rank == 0:
+            if decision.own and not plan.checkpoint.allow_changes:
+                check_data(directory, assembly.environment)
             decision = open_run(decision)
     loggers: list[Logger] = []
     try:

@@ -22,14 +22,16 @@ def text(tmp_path_factory):
     return folder
 
 
-def train(text, directory, *overrides):
+def train(text, directory, *overrides, code=0):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(text), "XDG_CACHE_HOME": str(text / "cache")}
     words = [*SMALLER, f"data.path={text}/a.txt", f"run.directory={directory}", *overrides]
     done = subprocess.run(
         [sys.executable, "-m", "gridtron", "train", *words],
         capture_output=True, text=True, timeout=100, env=environment,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == code, done.stderr[-3000:]
+    if code:
+        return done.stderr
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -62,3 +64,18 @@ def test_an_interrupted_run_goes_on_on_other_grids(text, unbroken, tmp_path):
         assert max(losses(rows)) == stop
     expected = losses(unbroken)
     assert losses(rows) == {step: pytest.approx(loss, rel=1e-10) for step, loss in expected.items()}
+
+
+def test_data_that_changed_under_its_path_is_named(text, tmp_path):
+    own = tmp_path / "mine.txt"
+    own.write_text((text / "a.txt").read_text()[:20000])
+    path = f"data.path={own}"
+    train(text, tmp_path / "run", path, "grid.tensor=1", "train.stop_after=1", "evaluation.every=0")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with own.open("a") as file:
+        file.write("One line more.\n")
+    said = train(text, tmp_path / "run", path, "train.stop_after=2", code=1)
+    assert "the data changed since this run read it" in said and "Traceback" not in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    rows = train(text, tmp_path / "run", path, "train.stop_after=2", "checkpoint.allow_changes=true")
+    assert max(losses(rows)) == 2
