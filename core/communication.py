@@ -121,15 +121,6 @@ def broadcast_from_first(tensors: Sequence[Tensor], axis: Axis, chunk_bytes: int
         chunk = []
 
 
-def all_gather_object(value: Any, axis: Axis) -> list[Any]:
-    """Small picklable Python values of every rank, in rank order."""
-    if axis.size == 1:
-        return [value]
-    out: list[Any] = [None] * axis.size
-    dist.all_gather_object(out, value, group=axis.group)
-    return out
-
-
 def barrier(axis: Axis) -> None:
     """Returns once every rank of the axis has come here."""
     if axis.size > 1:

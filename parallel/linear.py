@@ -22,7 +22,7 @@ from gridtron.core.communication import (
 from gridtron.core.grid import Axis
 from gridtron.core.random import draw_key, random_key, uniform_
 from gridtron.core.sharding import Ranges, Sharding, even_ranges, nonempty
-from gridtron.parallel.collectives import gather_from_region, scatter_to_region
+from gridtron.parallel.collectives import gather_from_region
 
 
 class TensorParallelLinear(nn.Module):
@@ -118,10 +118,6 @@ class TensorParallelLinear(nn.Module):
                 y = gather_from_region(y, self.axis, -1, lengths)
             return y
         return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
-
-    def split_input(self, x: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch share"]:
-        """A row layer's share of an input that every rank holds whole."""
-        return scatter_to_region(x, self.axis, -1)
 
     def extra_repr(self) -> str:
         return (

@@ -71,13 +71,6 @@ class Optimizer:
                 with torch.no_grad():
                     parameter.copy_(main)
 
-    def refresh_main_weights(self) -> None:
-        """Main weights become what the parameters are: after weights were loaded without optimizer states."""
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self.main[name] is not parameter:
-                    self.main[name].copy_(parameter)
-
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Every state tensor: parameter's name -> state's name -> tensor; main weights as "main".
 

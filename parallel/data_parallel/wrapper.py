@@ -73,6 +73,7 @@ class DataParallel(nn.Module):
         self._named = named_parameters(module)
         tensors = [item.parameter.detach() for item in self._named] + [*module.buffers()]
         broadcast_from_first(tensors, self.axis)
+        self._summed = [i for i in self._named if i.axis.size > 1 and (i.sharding.partial or i.sharding.shared())]
         # A gradient that no other rank has a part in, already wide, needs no door: autograd's own .grad accumulates it.
         guarded = [item.parameter for item in self._named if item.parameter.requires_grad and self._travels(item)]
         self._buckets = make_buckets(guarded, bucket_bytes)
@@ -99,8 +100,8 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _travels(self, item: NamedParameter) -> bool:
-        summed = item.axis.size > 1 and (item.sharding.partial or bool(item.sharding.shared()))
-        return self.axis.size > 1 or summed or item.parameter.dtype != wide_dtype(item.parameter.dtype)
+        wide = item.parameter.dtype == wide_dtype(item.parameter.dtype)
+        return self.axis.size > 1 or item in self._summed or not wide
 
     # ---------------------------------------------------------------- the door
     def _before_gradient(self, gradient: Tensor) -> None:
@@ -175,7 +176,7 @@ class DataParallel(nn.Module):
         for bucket in self._buckets:
             bucket.finish_reduction()
         self._launched = len(self._buckets)
-        held = [(self.gradient(item.parameter), item.sharding, item.axis) for item in self._named]
+        held = [(self.gradient(item.parameter), item.sharding, item.axis) for item in self._summed]
         sum_among_holders([(gradient, sharding, axis) for gradient, sharding, axis in held if gradient is not None])
         for parameter, kept in self._kept.items():
             bucket, index = self._place[parameter]
