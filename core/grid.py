@@ -78,6 +78,21 @@ class Axis:
         ranks = tuple(dist.get_process_group_ranks(group))
         return Axis(name, len(ranks), dist.get_rank(group), ranks, group if len(ranks) > 1 else None)
 
+    def _close(self) -> None:
+        """Lets go of the group for everyone who holds this axis; what uses it afterwards is told."""
+        if self.group is not None:
+            object.__setattr__(self, "group", _ClosedGroup(self.name))
+
+
+class _ClosedGroup:
+    """Stands where a process group was, once its grid is closed."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise ValueError(f"the grid of this {self._name} axis is closed; use its layers while it is open")
+
 
 class Grid:
     """A 3D process grid (data x pipeline x tensor, with a place for context) as one rank sees it.
@@ -272,13 +287,21 @@ class Grid:
         return self.sizes.coordinate(self.rank if rank is None else rank)
 
     def close(self) -> None:
-        """Ends the torch.distributed that :meth:`create` began; leaves one that ran before alone."""
+        """Ends the torch.distributed that :meth:`create` began; leaves one that ran before alone.
+
+        The grid still knows its sizes and coordinates; collectives over its axes raise ValueError from then on.
+        """
         if self._began:
             import torch.distributed as dist
 
             self._began = False
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # A group is gone, and its threads joined, only when nobody refers to it. A thread of Gloo's that still
+            # lets go of its last tensor while the interpreter ends aborts the process.
+            for axis in self._axes.values():
+                axis._close()
+            self.mesh = None
 
     def __enter__(self) -> Grid:
         return self

@@ -136,14 +136,29 @@ def test_adopts_a_mesh():
 
 
 AGAIN = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from gridtron.core import Grid
+from gridtron.parallel import TensorParallelLinear
+threads = lambda: len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
 for tensor in (2, 1, 2):
     with Grid.create(tensor=tensor) as grid:
+        layer = TensorParallelLinear(4, 4, axis=grid.tensor, gather_output=True)
+        layer(torch.ones(1, 4))
         number = torch.ones(1)
         dist.all_reduce(number)
         assert int(number) == 2 and grid.tensor.size == tensor
+        running = threads()
     assert not dist.is_initialized()
+    assert grid.coordinate()["tensor"] == (grid.rank if tensor == 2 else 0)
+    # The layer lives on, and yet the threads have ended: one that meets the interpreter's end may abort it.
+    assert threads() < running or not running, (threads(), running)
+    if tensor == 2:
+        try:
+            layer(torch.ones(1, 4))
+        except ValueError as error:
+            assert "the grid of this tensor axis is closed" in str(error), error
+        else:
+            raise AssertionError("a closed grid was used")
 """
 
 
