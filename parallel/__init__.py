@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gridtron.parallel.data_parallel.wrapper import DataParallel, accumulate_gradient
+    from gridtron.parallel.data_parallel.wrapper import DataParallel
     from gridtron.parallel.dropout import Dropout, SampleContext
     from gridtron.parallel.embedding import VocabParallelEmbedding
     from gridtron.parallel.linear import TensorParallelLinear
@@ -34,7 +34,7 @@ _MODULES = {
     "SampleContext": "gridtron.parallel.dropout",
     "TensorParallelLinear": "gridtron.parallel.linear",
     "VocabParallelEmbedding": "gridtron.parallel.embedding",
-    "accumulate_gradient": "gridtron.parallel.data_parallel.wrapper",
+    "accumulate_gradient": "gridtron.parallel.gradient_door",
     "activation_checkpoint": "gridtron.parallel.recompute",
     "full_state_dict": "gridtron.parallel.state",
     "load_full_state_dict": "gridtron.parallel.state",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from gridtron.core.grid import Axis
 from gridtron.core.random import draw_key, random_key, uniform_
 from gridtron.core.sharding import Ranges, Sharding, even_ranges, nonempty
 from gridtron.parallel.collectives import gather_from_region
+from gridtron.parallel.gradient_door import accumulate_gradient, deferral_of
 
 
 class TensorParallelLinear(nn.Module):
@@ -161,7 +163,10 @@ def column_linear(
     Returns:
         One (..., out share) a layer.
     """
-    if len(layers) == 1 and axis.size == 1:
+    deferral = deferral_of(*(parameter for layer in layers for parameter in layer))
+    if deferral is not None:
+        deferral.able.update(weight for weight, _ in layers)
+    elif len(layers) == 1 and axis.size == 1:
         return (F.linear(x, *layers[0]),)
     return _ColumnLinear.apply(x, axis, sequence_parallel and axis.size > 1, *(t for pair in layers for t in pair))
 
@@ -170,7 +175,10 @@ def row_linear(
     x: Float[Tensor, "*batch share"], weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool = False
 ) -> Float[Tensor, "*batch out"]:
     """Row-parallel product: (..., in share) -> (..., out), summed over the axis, the bias added once."""
-    if axis.size == 1:
+    deferral = deferral_of(weight)
+    if deferral is not None:
+        deferral.able.add(weight)
+    elif axis.size == 1:
         return F.linear(x, weight, bias)
     y = _RowLinear.apply(x, weight, axis, sequence_parallel)
     return y if bias is None else y + bias
@@ -182,13 +190,15 @@ def as_rows(x: Float[Tensor, "*batch features"]) -> Float[Tensor, "rows features
 
 
 class _ColumnLinear(torch.autograd.Function):
+    defers_weight_gradients = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, *parameters: Tensor | None) -> Any:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         weights = parameters[::2]
         # With sequence parallelism only the share is kept: the whole is gathered again for the weight's gradient.
         ctx.save_for_backward(x, *weights)
-        ctx.has_bias = [bias is not None for bias in parameters[1::2]]
+        ctx.biases = parameters[1::2]
         whole = all_gather(x, axis) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))  # type: ignore[arg-type]
 
@@ -196,7 +206,8 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         axis, needs = ctx.axis, ctx.needs_input_grad
-        needs_weight = any(needs[3:])
+        deferral = deferral_of(*weights, *ctx.biases)
+        needs_weight = any(needs[3:]) and deferral is None
         flat = [as_rows(gradient) for gradient in gradients]
         whole, gathered = start_all_gather(x, axis) if ctx.sequence_parallel and needs_weight else (x, None)
         grad_x = reduced = None
@@ -215,17 +226,34 @@ class _ColumnLinear(torch.autograd.Function):
                 reduced = start_all_reduce(grad_x, axis)
         elif gathered is not None:
             gathered.wait()
-        rows = as_rows(whole)
-        grads: list[Tensor | None] = []
-        for index, gradient in enumerate(flat):
-            grads.append(gradient.t() @ rows if needs[3 + 2 * index] else None)
-            grads.append(gradient.sum(0) if ctx.has_bias[index] and needs[4 + 2 * index] else None)
+        grads: list[Tensor | None] = [None] * len(needs[3:])
+        if deferral is not None:
+            layers = list(zip(weights, ctx.biases, flat, strict=True))
+            deferral.push(partial(_finish_weights, x, axis if ctx.sequence_parallel else Axis("tensor"), layers))
+        else:
+            rows = as_rows(whole)
+            for index, gradient in enumerate(flat):
+                grads[2 * index] = gradient.t() @ rows if needs[3 + 2 * index] else None
+                grads[2 * index + 1] = gradient.sum(0) if needs[4 + 2 * index] else None
         if reduced is not None:
             reduced.wait()
         return grad_x, None, None, *grads
 
 
+def _finish_weights(x: Tensor, gathered: Axis, layers: list[tuple[Tensor, Tensor | None, Tensor]]) -> None:
+    """The deferred half: gradients of (weight, bias) pairs from the input, gathered again over an axis, and that of
+    the output as rows."""
+    rows = as_rows(all_gather(x, gathered))
+    for weight, bias, gradient in layers:
+        if weight.requires_grad:
+            accumulate_gradient(cast(nn.Parameter, weight), gradient.t() @ rows)
+        if bias is not None and bias.requires_grad:
+            accumulate_gradient(cast(nn.Parameter, bias), gradient.sum(0))
+
+
 class _RowLinear(torch.autograd.Function):
+    defers_weight_gradients = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
@@ -240,5 +268,9 @@ class _RowLinear(torch.autograd.Function):
             gradient = all_gather(gradient, ctx.axis)
         flat = as_rows(gradient)
         grad_x = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = flat.t() @ as_rows(x) if ctx.needs_input_grad[1] else None
+        deferral, grad_weight = deferral_of(weight), None
+        if deferral is not None:
+            deferral.push(partial(_finish_weights, x, Axis("tensor"), [(weight, None, flat)]))
+        elif ctx.needs_input_grad[1]:
+            grad_weight = flat.t() @ as_rows(x)
         return grad_x, grad_weight, None, None

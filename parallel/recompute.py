@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gridtron.core.options import option
+from gridtron.parallel.gradient_door import deferral_of
 
 if TYPE_CHECKING:
     # The command line reads the options above without torch.
@@ -53,12 +54,20 @@ def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str 
 
     from gridtron.parallel.dropout import Dropout
 
-    counters = [module for module in _modules(function, args) if isinstance(module, Dropout)]
+    modules = _modules(function, args)
+    counters = [module for module in modules if isinstance(module, Dropout)]
     before = [module.calls for module in counters]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _counters_set_back(counters, before)
 
+    parameters = list({parameter: None for module in modules for parameter in module.parameters()})
+    for parameter in parameters:
+        deferral = deferral_of(parameter)
+        if deferral is not None:
+            from gridtron.parallel.pipeline.split_recompute import split_checkpoint
+
+            return split_checkpoint(function, args, parameters, deferral, lambda: contexts()[1])
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 

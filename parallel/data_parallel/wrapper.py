@@ -211,14 +211,3 @@ class DataParallel(nn.Module):
             bucket.clear()
         self._launched = 0
         self._finished = False
-
-
-def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """The one door for a finished gradient: to the DataParallel that holds ``parameter``, else into ``.grad``."""
-    door = getattr(parameter, "gradient_door", None)
-    if door is not None:
-        door(parameter, gradient)
-    elif parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
