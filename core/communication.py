@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -119,6 +119,30 @@ def broadcast_from_first(tensors: Sequence[Tensor], axis: Axis, chunk_bytes: int
             for item, part in zip(chunk, flat.split([item.numel() for item in chunk]), strict=True):
                 item.copy_(part.view_as(item))
         chunk = []
+
+
+def start_send(tensor: Tensor, axis: Axis, target: int, tag: int = 0) -> Pending:
+    """Starts sending to the rank at place ``target`` of the axis; the tensor must not be touched before wait().
+
+    ``tag`` tells messages apart on Gloo; NCCL pairs them by their order.
+    """
+    return cast(Pending, dist.isend(tensor, group=axis.group, group_dst=target, tag=tag))
+
+
+def start_receive(tensor: Tensor, axis: Axis, source: int, tag: int = 0) -> Pending:
+    """Posts a receive into ``tensor`` from the rank at place ``source`` of the axis."""
+    return cast(Pending, dist.irecv(tensor, group=axis.group, group_src=source, tag=tag))
+
+
+def host_axis(axis: Axis) -> Axis:
+    """The same ranks with a group for tensors on the CPU: the axis itself where its group is Gloo's.
+
+    Every rank of the axis must call it at the same point.
+    """
+    if axis.size == 1 or "gloo" in dist.get_backend(axis.group):
+        return axis
+    group = dist.new_group(list(axis.ranks), backend="gloo", use_local_synchronization=True)
+    return replace(axis, group=group)
 
 
 def barrier(axis: Axis) -> None:
