@@ -13,6 +13,7 @@ from gridtron.conf.compose import compose
 from gridtron.models import GPT, GPTConfig
 from gridtron.models.cost.flops import forward_flops, training_flops
 from gridtron.models.cost.parameters import total_parameters
+from gridtron.models.cost.split import split_costs
 
 PUBLISHED = Path(__file__).parent.parent / "published" / "param_counts.csv"
 PRESETS = {
@@ -87,3 +88,16 @@ def test_flops_equal_counted_matmuls(config):
     assert forward.get_total_flops() == pytest.approx(forward_flops(config, 24) * count, rel=0.01)
     total = forward.get_total_flops() + backward.get_total_flops()
     assert total == pytest.approx(training_flops(config, 24) * count, rel=0.01)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_costs_of_the_split_add_up_to_the_whole(family):
+    """Beside the products, the single elements' operations: a small part, unless the vocabulary is all there is."""
+    config = replace(FAMILIES[family], hidden_size=512, ffn_hidden_size=2048, num_layers=5)
+    costs = split_costs(config, 64)
+    assert len(costs.layers) == 5 and len(set(costs.layers)) == 1
+    products = forward_flops(config, 64)
+    assert products < sum(costs.layers) + costs.embedding + costs.head < products * 1.001
+    wide = split_costs(replace(config, vocab_size=50_000), 64)
+    assert wide.layers == costs.layers and wide.embedding == costs.embedding
+    assert wide.head / costs.head == pytest.approx(50_000 / 101, rel=0.02)
