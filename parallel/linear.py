@@ -198,7 +198,9 @@ class _ColumnLinear(torch.autograd.Function):
         weights = parameters[::2]
         # With sequence parallelism only the share is kept: the whole is gathered again for the weight's gradient.
         ctx.save_for_backward(x, *weights)
-        ctx.biases = parameters[1::2]
+        ctx.deferral = deferral_of(*parameters)
+        # Not those that are saved: a hook on saved tensors hands back others.
+        ctx.parameters = parameters if ctx.deferral is not None else ()
         whole = all_gather(x, axis) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))  # type: ignore[arg-type]
 
@@ -206,7 +208,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         axis, needs = ctx.axis, ctx.needs_input_grad
-        deferral = deferral_of(*weights, *ctx.biases)
+        deferral = ctx.deferral if ctx.deferral is not None and ctx.deferral.active else None
         needs_weight = any(needs[3:]) and deferral is None
         flat = [as_rows(gradient) for gradient in gradients]
         whole, gathered = start_all_gather(x, axis) if ctx.sequence_parallel and needs_weight else (x, None)
@@ -228,7 +230,7 @@ class _ColumnLinear(torch.autograd.Function):
             gathered.wait()
         grads: list[Tensor | None] = [None] * len(needs[3:])
         if deferral is not None:
-            layers = list(zip(weights, ctx.biases, flat, strict=True))
+            layers = list(zip(ctx.parameters[::2], ctx.parameters[1::2], flat, strict=True))
             deferral.push(partial(_finish_weights, x, axis if ctx.sequence_parallel else Axis("tensor"), layers))
         else:
             rows = as_rows(whole)
@@ -257,6 +259,8 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+        ctx.deferral = deferral_of(weight)
+        ctx.parameter = weight if ctx.deferral is not None else None
         ctx.save_for_backward(x, weight)
         y = F.linear(x, weight)
         return reduce_scatter(y, axis) if sequence_parallel else all_reduce(y, axis)
@@ -268,9 +272,9 @@ class _RowLinear(torch.autograd.Function):
             gradient = all_gather(gradient, ctx.axis)
         flat = as_rows(gradient)
         grad_x = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        deferral, grad_weight = deferral_of(weight), None
-        if deferral is not None:
-            deferral.push(partial(_finish_weights, x, Axis("tensor"), [(weight, None, flat)]))
+        grad_weight = None
+        if ctx.deferral is not None and ctx.deferral.active:
+            ctx.deferral.push(partial(_finish_weights, x, Axis("tensor"), [(ctx.parameter, None, flat)]))
         elif ctx.needs_input_grad[1]:
             grad_weight = flat.t() @ as_rows(x)
         return grad_x, grad_weight, None, None

@@ -93,12 +93,32 @@ class _Graph:
         graph.late = frozenset(late)
         return graph
 
-    def early(self) -> list[nn.Parameter]:
-        """Parameters whose gradients come with the first half."""
+    def settle(self, inputs: Sequence[Tensor]) -> tuple[list[nn.Parameter], set[Node]]:
+        """Parameters whose gradients come with the first half, and the nodes that run for them and for ``inputs``.
+
+        A layer that leaves its own weights' gradients in the Deferral must not run twice: where it runs in the first
+        half, so does all that its input came from.
+        """
+        while True:
+            early = self._early()
+            running = self._running([*inputs, *early])
+            forced = [
+                child
+                for node in self.order
+                if node in running and _defers(node)
+                for child, _ in node.next_functions
+                if child is not None and child not in running and not hasattr(child, "variable")
+            ]
+            behind = frozenset[nn.Parameter]().union(*(self.leaves[child] for child in forced)) & self.late
+            if not behind:
+                return early, running
+            self.late -= behind
+
+    def _early(self) -> list[nn.Parameter]:
         every = frozenset().union(*(self.leaves[node] for node in self.order)) if self.order else frozenset()
         return [leaf for leaf in every if leaf not in self.late]
 
-    def running(self, targets: Sequence[Tensor]) -> set[Node]:
+    def _running(self, targets: Sequence[Tensor]) -> set[Node]:
         """Nodes that a pass for ``targets`` alone runs."""
         wanted, found = set(targets), set()
         for node in self.order:
@@ -138,8 +158,7 @@ def _cut(
     inputs: Sequence[Tensor],
     deferral: Deferral,
 ) -> tuple[list[Tensor | None], list[Work]]:
-    early = graph.early()
-    running = graph.running([*inputs, *early])
+    early, running = graph.settle(inputs)
     cuts: dict[Node, list[int]] = {}
     arrived: dict[Node, Sequence[Tensor | None]] = {}
     handles = []
@@ -219,6 +238,8 @@ def _finish(
     begin = [GradientEdge(node, number) for node, number in crossing]
     with deferral.splitting(False):
         found = torch.autograd.grad(begin, leaves, list(crossing.values()), allow_unused=True)
+    for work in deferral.take():
+        work()
     for leaf, gradient in zip(leaves, found, strict=True):
         if gradient is not None:
             accumulate_gradient(leaf, gradient)
