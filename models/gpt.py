@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from gridtron.core.grid import Axis
 from gridtron.core.random import draw_key, normal_, random_key
-from gridtron.core.sharding import even_ranges
 from gridtron.models.block import Block
 from gridtron.models.config import GPTConfig
 from gridtron.models.norm import build_norm
+from gridtron.models.partition import default_placement, layer_ranges
 from gridtron.models.rotary import rotary_tables
 from gridtron.parallel import (
     Dropout,
@@ -120,26 +120,36 @@ class Stage(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over the tensor axis of a grid.
+    """A decoder-only transformer over the tensor and pipeline axes of a grid.
 
     Initial weights are a function of (seed, parameter's name, global index): the same on every grid, to the bit.
+    Names are global (``blocks.7.mlp.up.weight``), so that stages leave no trace in them.
 
     Args:
         config: its shape; vocab_size must be set.
         grid: the process grid; None: the whole model in one process.
-        stages: which stages this process holds; default all of them (pipeline parallelism is not built yet).
-        num_stages: into how many the layers are split; default one.
+        stages: which stages this process holds; default: what ``placement`` says of its place on the pipeline axis.
+        num_stages: into how many the layers are split; default: one a pipeline rank.
+        placement: the pipeline rank of each stage (a Schedule's ``placement``); default: stages in turn over the ranks.
+        layers_per_stage: how many layers each stage gets; default: balanced by cost (models/cost/split.py).
+        sequence_length: that costs are balanced at; default: config.max_position_embeddings.
         seed: of weights and dropout; default: drawn from torch's default CPU generator.
         sequence_parallel: norms, dropout and residuals on shares of the sequence.
         recompute: what is recomputed in the backward pass.
         device, dtype: of the parameters.
 
+    Attributes:
+        stages: stage -> Stage, those that this process holds.
+        num_stages: of the whole model.
+        layer_ranges: (start, stop) of every stage's layers.
+
     Raises:
-        ValueError: every rule of the shape that is broken.
+        ValueError: every rule of the shape that is broken; a split or a placement that does not fit.
 
     Shapes:
         ``model(tokens)``: (batch, sequence) -> logits (batch, sequence, share of the vocabulary);
         ``model(tokens, targets)``: -> losses of each token (batch, sequence), 0 where the target is -100.
+        Both need all stages in this process; otherwise ``PipelineRunner(model.stages, schedule, grid.pipeline)``.
     """
 
     def __init__(
@@ -149,6 +159,9 @@ class GPT(nn.Module):
         stages: Sequence[int] | None = None,
         num_stages: int | None = None,
         *,
+        placement: Sequence[int] | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        sequence_length: int | None = None,
         seed: int | None = None,
         sequence_parallel: bool = False,
         recompute: RecomputeConfig | None = None,
@@ -157,18 +170,20 @@ class GPT(nn.Module):
     ):
         super().__init__()
         axis = Axis("tensor") if grid is None else grid.tensor
-        count = num_stages or 1
-        held = list(range(count)) if stages is None else list(stages)
-        violations = config.violations() + _placement_violations(config, axis, count, held)
+        pipeline = Axis("pipeline") if grid is None else grid.pipeline
+        count = num_stages or len(placement or ()) or pipeline.size
+        violations = config.violations() + _axis_violations(config, axis)
         if violations:
             raise ValueError("; ".join(violations))
-        self.config, self.axis = config, axis
+        held = _held_stages(pipeline, count, stages, placement)
+        self.config, self.axis, self.num_stages = config, axis, count
+        self.layer_ranges = layer_ranges(config, count, layers_per_stage, sequence_length)
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.recompute = recompute or RecomputeConfig()
         self.seed = draw_key() if seed is None else seed
         # Parts are made without memory: their own initial weights would be drawn only to be drawn over.
         linear = {"axis": axis, "sequence_parallel": self.sequence_parallel, "device": "meta", "dtype": dtype}
-        ranges = even_ranges(config.num_layers, count)
+        ranges = self.layer_ranges
         layers = [layer for stage in held for layer in range(*ranges[stage])]
         first, last = 0 in held, count - 1 in held
         with torch.random.fork_rng(devices=[]):  # the parts draw keys of their own, which are not used
@@ -220,12 +235,25 @@ class GPT(nn.Module):
 
     stages: Mapping[int, Stage]
 
+    @property
+    def tied_copy(self) -> bool:
+        """Whether this process's ``embedding.weight`` is the head of the last stage alone: a copy of the parameter
+        that the first stage's process holds, equal at the start and to be kept so by summing both gradients."""
+        return self.config.tie_embeddings and self.num_stages - 1 in self.stages and 0 not in self.stages
+
     def forward(
         self,
         tokens: Int[Tensor, "batch sequence"],
         targets: Int[Tensor, "batch sequence"] | None = None,
         context: SampleContext | None = None,
     ) -> Tensor:
+        if len(self.stages) < self.num_stages:
+            held = ", ".join(map(str, self.stages))
+            raise ValueError(
+                f"this process holds stage {held} of {self.num_stages} (0 to {self.num_stages - 1}), and model(tokens) "
+                "needs them all; run them over the pipeline axis by "
+                "gridtron.parallel.pipeline.PipelineRunner(model.stages, schedule, grid.pipeline)"
+            )
         x = tokens
         for stage in sorted(self.stages):
             x = self.stages[stage](x, targets, context)
@@ -238,7 +266,27 @@ class GPT(nn.Module):
         return self
 
 
-def _placement_violations(config: GPTConfig, axis: Axis, count: int, held: list[int]) -> list[str]:
+def _held_stages(
+    pipeline: Axis, count: int, stages: Sequence[int] | None, placement: Sequence[int] | None
+) -> list[int]:
+    """The stages of this process, in order."""
+    if stages is not None:
+        held = sorted(set(stages))
+        if not held or held[0] < 0 or held[-1] >= count or len(held) < len(stages):
+            raise ValueError(f"stages={list(stages)} must be one or more of 0 to {count - 1}, each once")
+        return held
+    ranks = default_placement(count, pipeline.size) if placement is None else tuple(placement)
+    if len(ranks) != count:
+        raise ValueError(f"placement={list(ranks)} is of {len(ranks)} stages and num_stages={count}; give one of them")
+    if set(ranks) != set(range(pipeline.size)):
+        raise ValueError(
+            f"placement={list(ranks)} must name each of the {pipeline.size} ranks of the pipeline axis, from 0, "
+            "and no other"
+        )
+    return [stage for stage, rank in enumerate(ranks) if rank == pipeline.rank]
+
+
+def _axis_violations(config: GPTConfig, axis: Axis) -> list[str]:
     found = []
     if config.vocab_size is None:
         found.append("vocab_size is not set: give the tokenizer's")
@@ -249,8 +297,4 @@ def _placement_violations(config: GPTConfig, axis: Axis, count: int, held: list[
             f"tensor={axis.size} ranks for num_attention_heads={heads}, ffn_hidden_size={config.ffn_size} and "
             f"vocab_size={config.vocab_size}: at most {limit} can be used"
         )
-    if count > config.num_layers:
-        found.append(f"num_stages={count} is more than num_layers={config.num_layers}")
-    if any(not 0 <= stage < count for stage in held):
-        found.append(f"stages={held} must lie in 0 to {count - 1}")
     return found

@@ -110,8 +110,10 @@ def test_stages_share_names_and_sum_to_the_whole():
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
     tokens = torch.randint(0, 101, (2, 9))
     x = tokens
-    for part in parts:
-        x = part(x)
+    for stage, part in enumerate(parts):
+        with pytest.raises(ValueError, match=rf"holds stage {stage} of 3 .*PipelineRunner\(model.stages"):
+            part(tokens)
+        x = part.stages[stage](x)
     assert torch.equal(x, whole(tokens))
 
 
@@ -203,3 +205,94 @@ def test_every_rank_of_a_large_job_on_meta():
             total = torch.Size(item.sharding.shape).numel()
             owned += total * rows // length
     assert owned == total_parameters(config)
+
+
+# ---------------------------------------------------------------- stages
+PLACEMENTS = {
+    "one": lambda ranks, chunks: None,
+    "loop": lambda ranks, chunks: [stage % ranks for stage in range(ranks * chunks)],
+    "v": lambda ranks, chunks: [*range(ranks), *reversed(range(ranks))],
+}
+
+
+def parts_of(config, ranks, **arguments):
+    from gridtron.core import Grid
+
+    grids = [Grid.layout(world_size=ranks, rank=rank, pipeline=ranks) for rank in range(ranks)]
+    return [GPT(config, grid, seed=4, **arguments) for grid in grids]
+
+
+@pytest.mark.case(27)
+@pytest.mark.parametrize(("layers", "ranks", "chunks"), [
+    (7, 2, 1), (5, 2, 2), (30, 4, 1), (30, 4, 3), (7, 7, 1), (11, 3, 3), (9, 4, 2), (8, 1, 3),
+])  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_is_owned_once(layers, ranks, chunks, family):
+    config = replace(FAMILIES[family], num_layers=layers)
+    dense = GPT(config, device="meta")
+    for kind in ("one", "loop", "v") if chunks == 2 else ("one", "loop"):
+        placement = PLACEMENTS[kind](ranks, chunks)
+        models = parts_of(config, ranks, device="meta", num_stages=ranks * chunks, placement=placement)
+        assert sorted(stage for model in models for stage in model.stages) == list(range(ranks * chunks))
+        owned = [layer for model in models for stage in model.stages.values() for layer in map(int, stage.blocks)]
+        assert sorted(owned) == list(range(layers))
+        copies = sum(model.embedding.weight.numel() for model in models if model.tied_copy)
+        assert sum(p.numel() for model in models for p in model.parameters()) - copies == sum(
+            p.numel() for p in dense.parameters()
+        )
+        assert bool(copies) == (config.tie_embeddings and ranks > 1 and kind != "v")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("ranks", "arguments"), [
+    (3, {}), (2, {"num_stages": 4}), (2, {"placement": [0, 1, 1, 0]}), (2, {"layers_per_stage": [1, 4]}),
+    (3, {"placement": [2, 0, 1]}),
+])  # fmt: skip
+def test_stages_compute_what_one_process_does(family, ranks, arguments):
+    config = replace(FAMILIES[family], num_layers=5)
+    whole = GPT(config, seed=4, dtype=torch.float64)
+    expected = full_state_dict(whole)
+    models = parts_of(config, ranks, dtype=torch.float64, **arguments)
+    names = set()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+            names.add(name)
+    assert names == expected.keys()
+    apart = arguments.get("placement") != [0, 1, 1, 0]
+    assert sum(model.tied_copy for model in models) == (config.tie_embeddings and apart)
+    stages = {number: stage for model in models for number, stage in model.stages.items()}
+    x = tokens = torch.randint(0, 101, (2, 9))
+    for number in range(len(stages)):
+        x = stages[number](x)
+    assert torch.equal(x, whole(tokens))
+
+
+def test_layers_are_balanced_by_cost():
+    """A vocabulary that weighs as two layers leaves the last stage two layers fewer."""
+    config = GPTConfig(num_layers=14, hidden_size=64, num_attention_heads=4, vocab_size=2048 + 512)
+    one = GPT(config, num_stages=4, device="meta", sequence_length=64)
+    counts = [stop - start for start, stop in one.layer_ranges]
+    assert counts[-1] < counts[0] == max(counts) and sum(counts) == 14
+    assert [stop - start for start, stop in GPT(config, num_stages=2, layers_per_stage=[3, 11]).layer_ranges] == [3, 11]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "words"),
+    [
+        (3, {}, "num_stages=3 for num_layers=2.*nearest: num_stages=2"),
+        (2, {"num_stages": 3, "stages": [3]}, r"stages=\[3\] must be one or more of 0 to 2"),
+        (2, {"stages": []}, "must be one or more of 0 to 1"),
+        (2, {"stages": [0, 0]}, "each once"),
+        (2, {"layers_per_stage": [1]}, r"layers_per_stage=\[1\] has 1 counts and there are 2 stages"),
+        (2, {"layers_per_stage": [2, 0]}, "raise the 0"),
+        (2, {"layers_per_stage": [1, 3]}, r"is 4 layers in sum and num_layers=2; nearest: \[1,1\]"),
+        (2, {"placement": [0, 0]}, "must name each of the 2 ranks"),
+        (2, {"placement": [0, 1, 2]}, "must name each of the 2 ranks"),
+        (2, {"placement": [0, 1], "num_stages": 3}, "is of 2 stages and num_stages=3"),
+        (2, {"num_stages": 5}, "num_stages=5 does not divide over pipeline=2; nearest: num_stages=4 or 6"),
+    ],
+)
+def test_splits_that_cannot_be(ranks, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        parts_of(LLAMA, ranks, device="meta", **arguments)
