@@ -104,6 +104,11 @@ def all_gather_uneven(tensor: Tensor, lengths: Sequence[int], axis: Axis, dim: i
 
 def broadcast_from_first(tensors: Sequence[Tensor], axis: Axis, chunk_bytes: int = 2**25) -> None:
     """In place: every rank's tensors become those of the axis's first rank; small ones travel together."""
+    broadcast_from(tensors, axis, 0, chunk_bytes)
+
+
+def broadcast_from(tensors: Sequence[Tensor], axis: Axis, source: int, chunk_bytes: int = 2**25) -> None:
+    """In place: every rank's tensors become those of the rank at place ``source``; small ones travel together."""
     if axis.size == 1:
         return
     chunk: list[Tensor] = []
@@ -114,11 +119,20 @@ def broadcast_from_first(tensors: Sequence[Tensor], axis: Axis, chunk_bytes: int
         if following is not None and following.dtype == tensor.dtype and held < chunk_bytes:
             continue
         flat = torch.cat([item.flatten() for item in chunk])
-        dist.broadcast(flat, src=axis.ranks[0], group=axis.group)
+        dist.broadcast(flat, src=axis.ranks[source], group=axis.group)
         with torch.no_grad():
             for item, part in zip(chunk, flat.split([item.numel() for item in chunk]), strict=True):
                 item.copy_(part.view_as(item))
         chunk = []
+
+
+def gather_values(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's ``value``, any small Python value, in rank order, on every rank."""
+    if axis.size == 1:
+        return [value]
+    gathered: list[Any] = [None] * axis.size
+    dist.all_gather_object(gathered, value, group=axis.group)
+    return gathered
 
 
 def start_send(tensor: Tensor, axis: Axis, target: int, tag: int = 0) -> Pending:

@@ -282,6 +282,31 @@ class Grid:
             self._axes[key] = Axis(key, len(ranks), ranks.index(self.rank), ranks, group)
         return self._axes[key]
 
+    def part(self, name: str, places: Sequence[int]) -> Axis:
+        """Some ranks of an axis, by their places on it, as an axis of their own; the whole axis where all are named.
+
+        Called by those ranks alone, each at the same point of its program: the process group is made by its members.
+
+        Raises:
+            ValueError: places that are not on the axis, or without this rank's.
+        """
+        axis = self.axis(name)
+        chosen = sorted(set(places))
+        if axis.rank not in chosen or chosen[0] < 0 or chosen[-1] >= axis.size:
+            raise ValueError(f"places={chosen} of the {name} axis: they lie in 0:{axis.size} and hold {axis.rank}")
+        if len(chosen) == axis.size:
+            return axis
+        ranks = tuple(axis.ranks[place] for place in chosen)
+        key = f"{name}[{','.join(map(str, chosen))}]"
+        if key not in self._axes:
+            group = None
+            if len(ranks) > 1 and self.mesh is not None:
+                import torch.distributed as dist
+
+                group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._axes[key] = Axis(key, len(ranks), chosen.index(axis.rank), ranks, group)
+        return self._axes[key]
+
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
         """Place of a rank (default: this one) on every axis, in the grid's order."""
         return self.sizes.coordinate(self.rank if rank is None else rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class VocabParallelEmbedding(nn.Module):
     Raises:
         ValueError: sizes under 1; a token outside the vocabulary (checked on the CPU, where it costs nothing).
     """
+
+    copies: Mapping[str, Axis]
+    """Set where the first and the last stage of a pipeline share the table: see named_parameters."""
 
     def __init__(
         self,

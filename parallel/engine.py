@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gridtron.core.checkpoint.tensors import ShardedTensorView
 from gridtron.core.communication import all_reduce
@@ -22,8 +21,9 @@ from gridtron.core.sharding import Sharding
 from gridtron.core.training.protocols import LossSum, StepOutcome
 from gridtron.parallel.data_parallel.config import DataParallelConfig
 from gridtron.parallel.data_parallel.wrapper import DataParallel
-from gridtron.parallel.dropout import SampleContext
-from gridtron.parallel.parameters import NamedParameter, named_parameters
+from gridtron.parallel.microbatches import Microbatches, Pipelined, WholeModel
+from gridtron.parallel.parameters import NamedParameter, named_parameters, unwrap
+from gridtron.parallel.pipeline.schedule import Schedule
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
@@ -43,6 +43,7 @@ class TrainingEngine:
         optimizer: which optimizer, and its constants and clipping.
         data_parallel: buckets.
         build_optimizer: makes the optimizer from parameter groups, in place of the one that ``optimizer`` names.
+        schedule: of the stages that ``model.stages`` holds on this rank; None: the model is whole here.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TrainingEngine:
         optimizer: OptimizerConfig,
         data_parallel: DataParallelConfig | None = None,
         build_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+        schedule: Schedule | None = None,
     ):
         options = data_parallel or DataParallelConfig()
         self.grid = grid
@@ -63,10 +65,13 @@ class TrainingEngine:
         trained = {item.name: item.parameter for item in self.parameters if item.parameter.requires_grad}
         self.optimizer = Optimizer(trained, optimizer, build_optimizer)
         self.grad_clip = float(getattr(optimizer, "grad_clip", 0.0))
-        self._takes_context = "context" in inspect.signature(model.forward).parameters
         self._warned = False
         dtypes = [parameter.dtype for parameter in trained.values()] or [torch.float32]
-        self._wide = wide_dtype(dtypes[0])
+        self.microbatches: Microbatches
+        if schedule is None:
+            self.microbatches = WholeModel(self.model, grid.device, wide_dtype(dtypes[0]))
+        else:
+            self.microbatches = Pipelined(self.model, _stages_of(model), schedule, grid.pipeline, grid.device)
         if build_optimizer is not None and grid.tensor.size > 1:
             self.state_dict()  # told now, not at the first checkpoint: states that cannot be saved
 
@@ -78,38 +83,15 @@ class TrainingEngine:
         count = self._sum_over_data(sum(batch.count for batch in microbatches))
         if count == 0:
             self._warn_of_no_tokens()
-        total = torch.zeros((), dtype=self._wide, device=self.grid.device)
-        for batch in microbatches[:-1]:
-            with self.model.no_reduce():
-                total += self._backward(batch, count)
-        for batch in microbatches[-1:]:
-            total += self._backward(batch, count)
+        total = self.microbatches.train(microbatches, max(count, 1))
         self.model.finish_step()
         return LossSum(float(all_reduce(total, self.data_axis)), count)
-
-    def _backward(self, batch: Batch, count: int) -> Tensor:
-        loss = self._losses(batch).sum() / max(count, 1)
-        loss.backward()
-        return loss.detach()
-
-    def _losses(self, batch: Batch) -> Tensor:
-        batch = batch.to(self.grid.device)
-        context = {"context": SampleContext(batch.sample_indices)} if self._takes_context else {}
-        losses = self.model(batch.tokens, batch.targets, **context)
-        if losses.shape != batch.targets.shape:
-            # A mean would be divided by the count once more, and nothing would tell.
-            raise JobError(
-                f"the model's losses have the shape {tuple(losses.shape)}; forward(tokens, targets) returns the loss "
-                f"of each token, {tuple(batch.targets.shape)}, 0 where ignored "
-                '(F.cross_entropy with reduction="none")',
-                agreed=True,
-            )
-        return losses
 
     def step(self, lr: float) -> StepOutcome:
         """Norm of the whole gradient, clipping, optimizer; a non-finite norm, which all ranks see, skips the update."""
         held = self._gradients()
-        norm = gradient_norm([item for _, item in held], [self.grid.tensor, self.grid.pipeline])
+        counted = [item for named, item in held if named.stands_for_all]
+        norm = gradient_norm(counted, [self.grid.tensor, self.grid.pipeline], self.grid.device)
         applied = bool(torch.isfinite(norm))
         if applied:
             if self.grad_clip > 0:
@@ -130,13 +112,10 @@ class TrainingEngine:
     def evaluate(self, batches: Iterable[Batch]) -> LossSum:
         """Mean loss over the unignored tokens of all data ranks' ``batches``."""
         self.model.eval()
-        total = torch.zeros((), dtype=self._wide, device=self.grid.device)
-        count = 0
-        for batch in batches:
-            total += self._losses(batch).sum()
-            count += batch.count
+        held = list(batches)
+        total = self.microbatches.evaluate(held)
         self.model.train()
-        count = self._sum_over_data(count)
+        count = self._sum_over_data(sum(batch.count for batch in held))
         return LossSum(float(all_reduce(total, self.data_axis)) / max(count, 1), count)
 
     def _sum_over_data(self, count: int) -> int:
@@ -153,11 +132,11 @@ class TrainingEngine:
     def state_dict(self) -> Mapping[str, ShardedTensorView]:
         """Parameters, optimizer states and main weights under grid-independent names."""
         self.optimizer.make_states()
-        writer = self.data_axis.rank == 0
+        first = self.data_axis.rank == 0
         views: dict[str, ShardedTensorView] = {}
         states = self.optimizer.states()
         for item in self.parameters:
-            rank = item.axis.rank
+            rank, writer = item.axis.rank, first and item.stands_for_all
             views[f"parameters/{item.name}"] = ShardedTensorView(item.parameter.detach(), item.sharding, rank, writer)
             for key, tensor in states.get(item.name, {}).items():
                 # A state as large as the parameter lies like it; a counter is whole on every rank.
@@ -177,3 +156,14 @@ class TrainingEngine:
     def load_state_dict(self, state: Mapping[str, ShardedTensorView]) -> None:
         """The views of :meth:`state_dict` are filled in place; a foreign optimizer then takes its own up."""
         self.optimizer.take_states()
+
+
+def _stages_of(model: nn.Module) -> Mapping[int, nn.Module]:
+    stages = getattr(unwrap(model), "stages", None)
+    if not isinstance(stages, Mapping):
+        raise JobError(
+            f"{type(unwrap(model)).__name__} has no stages to run over grid.pipeline: give it an attribute "
+            "stages={stage: module} of this rank's, or use grid.pipeline=1",
+            agreed=True,
+        )
+    return stages

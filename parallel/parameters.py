@@ -14,12 +14,21 @@ from gridtron.core.sharding import Sharding
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """One parameter, its name in the model of one process, and how it lies over which axis."""
+    """One parameter, its name in the model of one process, and how it lies over which axis.
+
+    ``copies`` are the ranks that hold the same rows of it under the same name because their stages share it: their
+    gradients are summed, and the first of them stands for all in a norm and in a checkpoint.
+    """
 
     name: str
     parameter: nn.Parameter
     sharding: Sharding
     axis: Axis
+    copies: Axis | None = None
+
+    @property
+    def stands_for_all(self) -> bool:
+        return self.copies is None or self.copies.rank == 0
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -37,7 +46,8 @@ def named_parameters(model: nn.Module, axis: Axis | None = None) -> list[NamedPa
     """Every parameter once (a tied weight under its first name), in the order of the modules.
 
     A module states the shardings of its own parameters in ``module.shardings`` (name -> Sharding) over ``module.axis``;
-    all others are whole on every rank of ``axis`` (default: of size 1).
+    all others are whole on every rank of ``axis`` (default: of size 1). ``module.copies`` (name -> Axis) names the
+    ranks that hold a parameter twice over the stages of a pipeline.
     """
     whole = axis or Axis("tensor")
     found: list[NamedParameter] = []
@@ -52,7 +62,8 @@ def named_parameters(model: nn.Module, axis: Axis | None = None) -> list[NamedPa
                 sharding = shardings.get(name) or Sharding.whole(tuple(parameter.shape))
                 over = inner.axis if name in shardings else whole
                 assert isinstance(over, Axis), over
-                found.append(NamedParameter(prefix + name, parameter, sharding.named(prefix + name), over))
+                copies = getattr(inner, "copies", {}).get(name)
+                found.append(NamedParameter(prefix + name, parameter, sharding.named(prefix + name), over, copies))
         for name, child in inner.named_children():
             walk(child, f"{prefix}{name}.")
 
@@ -90,6 +101,12 @@ def sum_among_holders(gradients: list[tuple[Tensor, Sharding, Axis]]) -> None:
         parts = flat.split([piece.numel() for piece in pieces])
         for (gradient, sharding, axis), piece, part in zip(group, pieces, parts, strict=True):
             _write_shared_part(gradient, sharding, axis, part.view_as(piece))
+
+
+def sum_among_copies(gradients: list[tuple[Tensor, Axis]]) -> None:
+    """In place: the sum over the stages that share a parameter, one reduction each, in the order given."""
+    for gradient, copies in gradients:
+        all_reduce(gradient, copies)
 
 
 def _shared_part(gradient: Tensor, sharding: Sharding, axis: Axis) -> Tensor:

@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from gridtron.core.communication import broadcast_from, gather_values
+from gridtron.core.grid import Axis
 from gridtron.core.precision import wide_dtype
 from gridtron.parallel.data_parallel.wrapper import DataParallel
 from gridtron.parallel.linear import take_rows
-from gridtron.parallel.parameters import gather_whole, named_parameters, sum_among_holders
+from gridtron.parallel.parameters import (
+    NamedParameter,
+    gather_whole,
+    named_parameters,
+    sum_among_copies,
+    sum_among_holders,
+    unwrap,
+)
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
@@ -26,7 +35,7 @@ def full_state_dict(model: nn.Module, grid: Grid | None = None, of: str = "param
 
     Args:
         model: a module, or one wrapped by DataParallel.
-        grid: the model's grid; needed only where it has pipeline stages.
+        grid: the model's grid, where its stages lie on several pipeline ranks; without it this rank's stages alone.
         of: "parameters" or "gradients".
 
     Raises:
@@ -35,42 +44,86 @@ def full_state_dict(model: nn.Module, grid: Grid | None = None, of: str = "param
     if of not in ("parameters", "gradients"):
         raise ValueError(f'of={of!r}: it is "parameters" or "gradients"')
     parameters = named_parameters(model)
-    tensors: dict[str, Tensor] = {}
-    if of == "parameters":
-        tensors = {item.name: item.parameter.detach() for item in parameters}
-    else:
-        if isinstance(model, DataParallel):
-            model.finish_step()
-        wrapped = isinstance(model, DataParallel)
-        for item in parameters:
-            gradient = item.parameter.grad
-            if isinstance(model, DataParallel):
-                gradient = model.gradient(item.parameter)
-            if gradient is not None:
-                tensors[item.name] = gradient.detach().to(wide_dtype(gradient.dtype), copy=not wrapped)
-        if not wrapped:
-            sum_among_holders([(tensors[p.name], p.sharding, p.axis) for p in parameters if p.name in tensors])
+    tensors = _gradients(model, parameters) if of == "gradients" else {p.name: p.parameter.detach() for p in parameters}
     whole = {
         item.name: gather_whole(tensors[item.name], item.sharding, item.axis)
         for item in parameters
         if item.name in tensors
     }
+    if grid is not None and grid.pipeline.size > 1:
+        whole = _gather_stages(model, parameters, whole, grid.pipeline)
     return {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()}
+
+
+def _gradients(model: nn.Module, parameters: list[NamedParameter]) -> dict[str, Tensor]:
+    """This rank's rows, by name, in the wide dtype, summed over all that have a part in them."""
+    wrapped = isinstance(model, DataParallel)
+    if isinstance(model, DataParallel):
+        model.finish_step()
+    found: dict[str, Tensor] = {}
+    for item in parameters:
+        gradient = model.gradient(item.parameter) if isinstance(model, DataParallel) else item.parameter.grad
+        if gradient is None and item.copies is not None and item.parameter.requires_grad and not wrapped:
+            # The stage that shares it waits to sum.
+            gradient = torch.zeros_like(item.parameter)
+        if gradient is not None:
+            found[item.name] = gradient.detach().to(wide_dtype(gradient.dtype), copy=not wrapped)
+    if not wrapped:
+        sum_among_holders([(found[p.name], p.sharding, p.axis) for p in parameters if p.name in found])
+        sum_among_copies([(found[p.name], p.copies) for p in parameters if p.name in found and p.copies is not None])
+    return found
+
+
+def _gather_stages(
+    model: nn.Module, parameters: list[NamedParameter], own: dict[str, Tensor], axis: Axis
+) -> dict[str, Tensor]:
+    """What the stages of all pipeline ranks hold, in the order of the stages: that of the model in one process."""
+    stage_of: dict[nn.Parameter, int] = {}
+    stages: Mapping[int, nn.Module] = getattr(unwrap(model), "stages", {})
+    for stage in sorted(stages):
+        for parameter in stages[stage].parameters():
+            stage_of.setdefault(parameter, stage)
+    told = [
+        (stage_of.get(item.parameter, axis.rank), item.name, tuple(own[item.name].shape), own[item.name].dtype)
+        for item in parameters
+        if item.name in own and item.stands_for_all
+    ]
+    device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
+    found: dict[str, tuple[int, Tensor]] = {}
+    for source, items in enumerate(gather_values(told, axis)):
+        tensors = [
+            own[name].contiguous() if source == axis.rank else torch.empty(shape, dtype=dtype, device=device)
+            for _, name, shape, dtype in items
+        ]
+        broadcast_from(tensors, axis, source)
+        for (stage, name, _, _), tensor in zip(items, tensors, strict=True):
+            found.setdefault(name, (stage, tensor))
+    return {name: tensor for name, (_, tensor) in sorted(found.items(), key=lambda item: item[1][0])}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], grid: Grid | None = None) -> None:
     """Puts each rank's rows of a whole state into ``model``; nothing is changed where anything does not fit.
 
+    Every pipeline rank of ``grid`` must call it: together they must know every name.
+
+    Args:
+        model: a module, or one wrapped by DataParallel.
+        state: name -> whole tensor, as :func:`full_state_dict` gives it.
+        grid: the model's grid, where its stages lie on several pipeline ranks.
+
     Raises:
-        ValueError: missing or unexpected names, or a shape that differs, all of them listed.
+        ValueError: missing or unexpected names, or a shape that differs, all of them listed, on every rank alike.
     """
+    axis = Axis("pipeline") if grid is None else grid.pipeline
     parameters = named_parameters(model)
     known = {item.name: item for item in parameters}
+    everywhere = {name for names in gather_values(list(known), axis) for name in names}
     problems = [f"missing: {name}" for name in known if name not in state]
-    problems += [f"unexpected: {name}" for name in state if name not in known]
+    problems += [f"unexpected: {name}" for name in state if name not in everywhere]
     for name, item in known.items():
         if name in state and tuple(state[name].shape) != item.sharding.shape:
             problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {item.sharding.shape}")
+    problems = list(dict.fromkeys(problem for found in gather_values(problems, axis) for problem in found))
     if problems:
         shown = "\n  ".join(problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else []))
         raise ValueError(f"this state is not of this model:\n  {shown}")

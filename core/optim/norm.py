@@ -23,7 +23,7 @@ class Held:
     axis: Axis
 
 
-def gradient_norm(held: Sequence[Held], axes: Sequence[Axis]) -> Tensor:
+def gradient_norm(held: Sequence[Held], axes: Sequence[Axis], device: torch.device | None = None) -> Tensor:
     """Euclidean norm of all gradients, a scalar in float64, equal on every rank.
 
     Each rank adds the squares of the rows it owns: rows that several ranks hold count on the lowest, a whole parameter
@@ -31,9 +31,11 @@ def gradient_norm(held: Sequence[Held], axes: Sequence[Axis]) -> Tensor:
 
     Args:
         held: gradients after every sum, so that replicas agree.
-        axes: the axes over which parameters are split (tensor, and pipeline once there is one).
+        axes: the axes over which parameters are split: tensor and pipeline.
+        device: of the result, where this rank may hold no gradient; default: that of the gradients.
     """
-    device = held[0].gradient.device if held else torch.device("cpu")
+    if device is None:
+        device = held[0].gradient.device if held else torch.device("cpu")
     pieces = [piece for item in held for piece in _owned(item)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if pieces:

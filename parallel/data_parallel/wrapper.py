@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from gridtron.core.communication import broadcast_from_first
 from gridtron.core.grid import Axis
 from gridtron.core.precision import wide_dtype
 from gridtron.parallel.data_parallel.buckets import make_buckets
-from gridtron.parallel.parameters import NamedParameter, named_parameters, sum_among_holders
+from gridtron.parallel.parameters import NamedParameter, named_parameters, sum_among_copies, sum_among_holders
 
 
 class DataParallel(nn.Module):
@@ -73,6 +73,7 @@ class DataParallel(nn.Module):
         self._named = named_parameters(module)
         tensors = [item.parameter.detach() for item in self._named] + [*module.buffers()]
         broadcast_from_first(tensors, self.axis)
+        self._copied = [(i, i.copies) for i in self._named if i.copies is not None and i.parameter.requires_grad]
         self._summed = [i for i in self._named if i.axis.size > 1 and (i.sharding.partial or i.sharding.shared())]
         # A gradient that no other rank has a part in, already wide, needs no door: autograd's own .grad accumulates it.
         guarded = [item.parameter for item in self._named if item.parameter.requires_grad and self._travels(item)]
@@ -101,7 +102,7 @@ class DataParallel(nn.Module):
 
     def _travels(self, item: NamedParameter) -> bool:
         wide = item.parameter.dtype == wide_dtype(item.parameter.dtype)
-        return self.axis.size > 1 or item in self._summed or not wide
+        return self.axis.size > 1 or item in self._summed or item.copies is not None or not wide
 
     # ---------------------------------------------------------------- the door
     def _before_gradient(self, gradient: Tensor) -> None:
@@ -178,6 +179,7 @@ class DataParallel(nn.Module):
         self._launched = len(self._buckets)
         held = [(self.gradient(item.parameter), item.sharding, item.axis) for item in self._summed]
         sum_among_holders([(gradient, sharding, axis) for gradient, sharding, axis in held if gradient is not None])
+        sum_among_copies([(self._present(item.parameter), copies) for item, copies in self._copied])
         for parameter, kept in self._kept.items():
             bucket, index = self._place[parameter]
             bucket.keep(index, kept)
@@ -187,6 +189,21 @@ class DataParallel(nn.Module):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         self._finished = True
         self._had_gradients = any(parameter.grad is not None for parameter in self._place)
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """All gradients of ``parameters`` came under :meth:`no_reduce` and no more will: their buckets may travel."""
+        for parameter in parameters:
+            if parameter in self._place:
+                bucket, index = self._place[parameter]
+                bucket.landed.add(index)
+        self._launch_complete()
+
+    def _present(self, parameter: nn.Parameter) -> Tensor:
+        """A gradient that others wait to sum: zeros where this rank has none."""
+        bucket, index = self._place[parameter]
+        if not bucket.arrived[index]:
+            bucket.keep(index, torch.zeros_like(bucket.views[index]))
+        return bucket.views[index]
 
     def _begun_anew(self) -> bool:
         """Whether optimizer.zero_grad() forgot the finished step: then a rank without any backward still takes part."""
