@@ -175,7 +175,10 @@ class GPT(nn.Module):
         violations = config.violations() + _axis_violations(config, axis)
         if violations:
             raise ValueError("; ".join(violations))
-        held = _held_stages(pipeline, count, stages, placement)
+        ranks = _ranks_of_stages(pipeline, count, placement, stages)
+        held = (
+            [stage for stage, rank in enumerate(ranks) if rank == pipeline.rank] if stages is None else sorted(stages)
+        )
         self.config, self.axis, self.num_stages = config, axis, count
         self.layer_ranges = layer_ranges(config, count, layers_per_stage, sequence_length)
         self.sequence_parallel = sequence_parallel and axis.size > 1
@@ -188,6 +191,8 @@ class GPT(nn.Module):
         first, last = 0 in held, count - 1 in held
         with torch.random.fork_rng(devices=[]):  # the parts draw keys of their own, which are not used
             self._build(layers, first, last, linear)
+        if config.tie_embeddings and first != last and grid is not None and pipeline.size > 1:
+            self.embedding.copies = {"weight": grid.part("pipeline", [ranks[0], ranks[-1]])}
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type != "meta":
             self.to_empty(device=device)
@@ -235,12 +240,6 @@ class GPT(nn.Module):
 
     stages: Mapping[int, Stage]
 
-    @property
-    def tied_copy(self) -> bool:
-        """Whether this process's ``embedding.weight`` is the head of the last stage alone: a copy of the parameter
-        that the first stage's process holds, equal at the start and to be kept so by summing both gradients."""
-        return self.config.tie_embeddings and self.num_stages - 1 in self.stages and 0 not in self.stages
-
     def forward(
         self,
         tokens: Int[Tensor, "batch sequence"],
@@ -266,15 +265,16 @@ class GPT(nn.Module):
         return self
 
 
-def _held_stages(
-    pipeline: Axis, count: int, stages: Sequence[int] | None, placement: Sequence[int] | None
-) -> list[int]:
-    """The stages of this process, in order."""
-    if stages is not None:
-        held = sorted(set(stages))
-        if not held or held[0] < 0 or held[-1] >= count or len(held) < len(stages):
-            raise ValueError(f"stages={list(stages)} must be one or more of 0 to {count - 1}, each once")
-        return held
+def _ranks_of_stages(
+    pipeline: Axis, count: int, placement: Sequence[int] | None, stages: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The pipeline rank of each stage.
+
+    Raises:
+        ValueError: a placement that does not fit the axis, or ``stages`` that are not what it gives this rank.
+    """
+    if stages is not None and (not stages or min(stages) < 0 or max(stages) >= count or len(set(stages)) < len(stages)):
+        raise ValueError(f"stages={list(stages)} must be one or more of 0 to {count - 1}, each once")
     ranks = default_placement(count, pipeline.size) if placement is None else tuple(placement)
     if len(ranks) != count:
         raise ValueError(f"placement={list(ranks)} is of {len(ranks)} stages and num_stages={count}; give one of them")
@@ -283,7 +283,14 @@ def _held_stages(
             f"placement={list(ranks)} must name each of the {pipeline.size} ranks of the pipeline axis, from 0, "
             "and no other"
         )
-    return [stage for stage, rank in enumerate(ranks) if rank == pipeline.rank]
+    here = [stage for stage, rank in enumerate(ranks) if rank == pipeline.rank]
+    # On one rank there is nobody to hold the other stages: a part of the model alone is what was asked for.
+    if stages is not None and pipeline.size > 1 and sorted(stages) != here:
+        raise ValueError(
+            f"stages={list(stages)} on pipeline rank {pipeline.rank}, where placement={list(ranks)} puts {here}; "
+            "give the placement that is meant"
+        )
+    return ranks
 
 
 def _axis_violations(config: GPTConfig, axis: Axis) -> list[str]:

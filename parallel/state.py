@@ -86,19 +86,25 @@ def _gather_stages(
     told = [
         (stage_of.get(item.parameter, axis.rank), item.name, tuple(own[item.name].shape), own[item.name].dtype)
         for item in parameters
-        if item.name in own and item.stands_for_all
+        if item.name in own
     ]
+    # A parameter that several stages share comes from the first of them, and stands there.
+    first: dict[str, tuple[int, int]] = {}
+    gathered = gather_values(told, axis)
+    for source, items in enumerate(gathered):
+        for stage, name, _, _ in items:
+            first[name] = min(first.get(name, (stage, source)), (stage, source))
     device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
-    found: dict[str, tuple[int, Tensor]] = {}
-    for source, items in enumerate(gather_values(told, axis)):
-        tensors = [
-            own[name].contiguous() if source == axis.rank else torch.empty(shape, dtype=dtype, device=device)
+    found: dict[str, Tensor] = {}
+    for source, items in enumerate(gathered):
+        sent = {
+            name: own[name].contiguous() if source == axis.rank else torch.empty(shape, dtype=dtype, device=device)
             for _, name, shape, dtype in items
-        ]
-        broadcast_from(tensors, axis, source)
-        for (stage, name, _, _), tensor in zip(items, tensors, strict=True):
-            found.setdefault(name, (stage, tensor))
-    return {name: tensor for name, (_, tensor) in sorted(found.items(), key=lambda item: item[1][0])}
+            if first[name][1] == source
+        }
+        broadcast_from(list(sent.values()), axis, source)
+        found |= sent
+    return {name: found[name] for name in sorted(found, key=lambda name: first[name][0])}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], grid: Grid | None = None) -> None:

@@ -10,6 +10,7 @@ from parity import FAMILIES, GPT2, LLAMA
 from gridtron.models import GPT, GPTConfig
 from gridtron.models.attention import HeadSplit
 from gridtron.parallel import full_state_dict, load_full_state_dict
+from gridtron.parallel.parameters import named_parameters
 
 
 def reference(config, state, tokens):
@@ -197,8 +198,6 @@ def test_every_rank_of_a_large_job_on_meta():
     for rank in range(4):
         grid = Grid.layout(world_size=4, rank=rank, tensor=4)
         model = GPT(config, grid, device="meta")
-        from gridtron.parallel.parameters import named_parameters
-
         for item in named_parameters(model, grid.tensor):
             rows = sum(stop - start for start, stop in item.sharding.owned(rank))
             length = item.sharding.shape[item.sharding.dim or 0]
@@ -236,31 +235,39 @@ def test_every_layer_is_owned_once(layers, ranks, chunks, family):
         assert sorted(stage for model in models for stage in model.stages) == list(range(ranks * chunks))
         owned = [layer for model in models for stage in model.stages.values() for layer in map(int, stage.blocks)]
         assert sorted(owned) == list(range(layers))
-        copies = sum(model.embedding.weight.numel() for model in models if model.tied_copy)
-        assert sum(p.numel() for model in models for p in model.parameters()) - copies == sum(
-            p.numel() for p in dense.parameters()
+        items = [item for model in models for item in named_parameters(model)]
+        assert sum(item.parameter.numel() for item in items if item.stands_for_all) == sum(
+            parameter.numel() for parameter in dense.parameters()
         )
-        assert bool(copies) == (config.tie_embeddings and ranks > 1 and kind != "v")
+        apart = config.tie_embeddings and ranks > 1 and kind != "v"
+        assert [item.name for item in items if not item.stands_for_all] == ["embedding.weight"] * apart
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("ranks", "arguments"), [
-    (3, {}), (2, {"num_stages": 4}), (2, {"placement": [0, 1, 1, 0]}), (2, {"layers_per_stage": [1, 4]}),
-    (3, {"placement": [2, 0, 1]}),
+@pytest.mark.parametrize(("ranks", "arguments", "ends"), [
+    (3, {}, (0, 2)),
+    (2, {"num_stages": 4}, (0, 1)),
+    (2, {"placement": [0, 1, 1, 0]}, (0,)),
+    (2, {"layers_per_stage": [1, 4]}, (0, 1)),
+    (3, {"placement": [2, 0, 1]}, (1, 2)),
 ])  # fmt: skip
-def test_stages_compute_what_one_process_does(family, ranks, arguments):
+def test_stages_compute_what_one_process_does(family, ranks, arguments, ends):
+    """``ends``: the ranks that hold the embedding where it is tied."""
     config = replace(FAMILIES[family], num_layers=5)
     whole = GPT(config, seed=4, dtype=torch.float64)
     expected = full_state_dict(whole)
     models = parts_of(config, ranks, dtype=torch.float64, **arguments)
     names = set()
-    for model in models:
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, expected[name]), name
-            names.add(name)
+    for rank, model in enumerate(models):
+        for item in named_parameters(model):
+            assert torch.equal(item.parameter, expected[item.name]), item.name
+            names.add(item.name)
+            if item.copies is not None:
+                assert item.name == "embedding.weight" and item.copies.ranks == ends and rank in ends
+        if config.tie_embeddings:
+            assert hasattr(model, "embedding") == (rank in ends)
+            assert rank not in ends or hasattr(model.embedding, "copies") == (len(ends) > 1)
     assert names == expected.keys()
-    apart = arguments.get("placement") != [0, 1, 1, 0]
-    assert sum(model.tied_copy for model in models) == (config.tie_embeddings and apart)
     stages = {number: stage for model in models for number, stage in model.stages.items()}
     x = tokens = torch.randint(0, 101, (2, 9))
     for number in range(len(stages)):
@@ -290,6 +297,7 @@ def test_layers_are_balanced_by_cost():
         (2, {"placement": [0, 0]}, "must name each of the 2 ranks"),
         (2, {"placement": [0, 1, 2]}, "must name each of the 2 ranks"),
         (2, {"placement": [0, 1], "num_stages": 3}, "is of 2 stages and num_stages=3"),
+        (2, {"num_stages": 4, "stages": [0, 3]}, r"on pipeline rank 0, where placement=\[0, 1, 0, 1\] puts \[0, 2\]"),
         (2, {"num_stages": 5}, "num_stages=5 does not divide over pipeline=2; nearest: num_stages=4 or 6"),
     ],
 )
