@@ -10,6 +10,7 @@ from gridtron.parallel.pipeline.families.forward_only import forward_only
 from gridtron.parallel.pipeline.lower import lower
 from gridtron.parallel.pipeline.program import Program
 from gridtron.parallel.pipeline.schedule import Schedule
+from gridtron.parallel.pipeline.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
     from gridtron.parallel.pipeline.runner import PipelineRunner
@@ -19,9 +20,11 @@ __all__ = [
     "PipelineRunner",
     "Program",
     "Schedule",
+    "Timeline",
     "build_schedule",
     "forward_only",
     "lower",
+    "simulate",
 ]
 
 
