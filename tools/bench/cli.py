@@ -23,17 +23,23 @@ class BenchOptions:
     )
     pairs: int = option(20, "counted rounds", minimum=4)
     warmup: int = option(3, "rounds before them", minimum=0)
-    ranks: int = option(2, "processes of the tensor-parallel part", minimum=2)
+    ranks: int = option(2, "processes of the parallel parts", minimum=2)
+    microbatches: int = option(8, "of the pipeline part; they divide the batch of 8", minimum=1)
     peers: str = option(".peers", "folder of the peers' packages, made by `make peers`", path=True)
     out: str | None = option(None, "JSON file for the figures", path=True)
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        return ("full", "small") if self.shape == "both" else (self.shape,)
 
 
 def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
     """Name -> what runs it."""
+    from gridtron.tools.bench.pipeline import run as pipeline
     from gridtron.tools.bench.start import run as start
     from gridtron.tools.bench.tensor_parallel import run as tensor_parallel
 
-    return {"tensor_parallel": tensor_parallel, "start": start}
+    return {"tensor_parallel": tensor_parallel, "pipeline": pipeline, "start": start}
 
 
 def main(arguments: Sequence[str]) -> int:

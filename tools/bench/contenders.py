@@ -15,7 +15,7 @@ from gridtron.tools.bench.measure import Contender
 from gridtron.tools.bench.plain import PlainGPT, Shape, adamw, mean_loss, plain_model, tokens_of
 
 
-def _names(shape: Shape) -> dict[str, str]:
+def our_names(shape: Shape) -> dict[str, str]:
     """Names of this GPT's parameters -> those of the plain module."""
     names = {"embedding.weight": "tok.weight", "final_norm.weight": "norm.weight", "head.weight": "head.weight"}
     parts = {
@@ -47,9 +47,9 @@ def _runner(
     return step
 
 
-def ours(shape: Shape, grid: Grid, sequence_parallel: bool = False) -> Contender:
-    """This GPT over the grid's tensor axis."""
-    config = GPTConfig(
+def our_config(shape: Shape) -> GPTConfig:
+    """The shape as this GPT's."""
+    return GPTConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -60,9 +60,13 @@ def ours(shape: Shape, grid: Grid, sequence_parallel: bool = False) -> Contender
         norm_eps=shape.eps,
         rope_theta=shape.theta,
     )
-    model = GPT(config, grid, seed=0, sequence_parallel=sequence_parallel)
+
+
+def ours(shape: Shape, grid: Grid, sequence_parallel: bool = False) -> Contender:
+    """This GPT over the grid's tensor axis."""
+    model = GPT(our_config(shape), grid, seed=0, sequence_parallel=sequence_parallel)
     state = plain_model(shape).state_dict()
-    load_full_state_dict(model, {name: state[theirs] for name, theirs in _names(shape).items()})
+    load_full_state_dict(model, {name: state[theirs] for name, theirs in our_names(shape).items()})
     wrapped = DataParallel(model)
     count = shape.batch * shape.sequence
 

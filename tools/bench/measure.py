@@ -16,10 +16,12 @@ class Contender:
     Args:
         name: as the table shows it.
         step: step(i) -> loss; the same tokens for the same i, whoever runs it.
+        share: the loss on every rank from what step gave on each; outside the timed part.
     """
 
     name: str
     step: Callable[[int], float]
+    share: Callable[[float], float] = float
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def alternate(
             loss = contender.step(round_number)
             barrier()
             elapsed = time.perf_counter() - start
-            losses[contender.name].append(loss)
+            losses[contender.name].append(contender.share(loss))
             if round_number >= warmup:
                 seconds[contender.name].append(elapsed)
         progress()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridtron.tools.bench.measure import Contender
+from gridtron.tools.bench.pipeline_contenders import share_from
 from gridtron.tools.bench.plain import Shape, adamw, plain_model, tokens_of
 
 
@@ -51,20 +52,38 @@ class _RMSNorm:
         return norm
 
 
-def megatron(shape: Shape, tensor: int, sequence_parallel: bool = False) -> Contender:
-    """Megatron-core's GPTModel over ``tensor`` ranks; torch.distributed runs already."""
+def megatron(
+    shape: Shape,
+    tensor: int,
+    sequence_parallel: bool = False,
+    *,
+    pipeline: int = 1,
+    chunks: int = 1,
+    microbatches: int = 1,
+) -> Contender:
+    """Megatron-core's GPTModel over tensor and pipeline ranks; torch.distributed runs already.
+
+    Its schedule is 1F1B, interleaved with several ``chunks`` a rank.
+    """
     _prepare_for_cpu()
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor)
+        parallel_state.initialize_model_parallel(tensor, pipeline, chunks if chunks > 1 else None)
     model_parallel_cuda_manual_seed(shape.seed)
-    model = _model(shape, tensor, sequence_parallel)
-    _load(model, shape, parallel_state.get_tensor_model_parallel_rank(), tensor)
-    optimizer = adamw(model.parameters(), shape)
-    partial = [p for p in model.parameters() if getattr(p, "sequence_parallel", False)] if sequence_parallel else []
+    parts = _models(shape, tensor, sequence_parallel, pipeline, chunks)
+    tensor_rank, rank = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    each = shape.layers // (pipeline * chunks)
+    for chunk, model in enumerate(parts):
+        _load(model, shape, tensor_rank, tensor, (chunk * pipeline + rank) * each)
+    parameters = [parameter for model in parts for parameter in model.parameters()]
+    optimizer = adamw(parameters, shape)
+    partial = [p for p in parameters if getattr(p, "sequence_parallel", False)] if sequence_parallel else []
     mask = torch.triu(torch.ones(shape.sequence, shape.sequence, dtype=torch.bool), 1)[None, None]
     positions = torch.arange(shape.sequence)[None]
     forward_backward = get_forward_backward_func()
@@ -80,13 +99,16 @@ def megatron(shape: Shape, tensor: int, sequence_parallel: bool = False) -> Cont
         return out, loss_of
 
     def step(index: int) -> float:
+        tokens, targets = tokens_of(shape, index)
+        batches = list(zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True))
+        iterators = [iter(batches) for _ in parts]
         out = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=iter([tokens_of(shape, index)]),
-            model=model,
-            num_microbatches=1,
+            data_iterator=iterators if chunks > 1 else iterators[0],
+            model=parts if chunks > 1 else parts[0],
+            num_microbatches=microbatches,
             seq_length=shape.sequence,
-            micro_batch_size=shape.batch,
+            micro_batch_size=shape.batch // microbatches,
             decoder_seq_length=shape.sequence,
             forward_only=False,
         )
@@ -94,13 +116,15 @@ def megatron(shape: Shape, tensor: int, sequence_parallel: bool = False) -> Cont
             dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
         optimizer.step()
         optimizer.zero_grad()
-        return float(out[0]["loss"])
+        return sum(float(item["loss"]) for item in out) / len(out) if out else 0.0
 
-    return Contender("Megatron-core" + (" sequence" if sequence_parallel else ""), step)
+    name = "Megatron-core" + (" sequence" if sequence_parallel else "") + (" interleaved" if chunks > 1 else "")
+    return Contender(name, step, share_from(dist.get_world_size() - 1) if pipeline > 1 else float)
 
 
-def _model(shape: Shape, tensor: int, sequence_parallel: bool) -> Any:
+def _models(shape: Shape, tensor: int, sequence_parallel: bool, pipeline: int, chunks: int) -> list[Any]:
     import megatron.core.transformer.transformer_block as transformer_block
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -122,6 +146,8 @@ def _model(shape: Shape, tensor: int, sequence_parallel: bool) -> Any:
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         sequence_parallel=sequence_parallel,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -133,33 +159,42 @@ def _model(shape: Shape, tensor: int, sequence_parallel: bool) -> Any:
     if sequence_parallel:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _RMSNorm
         transformer_block.LayerNormImpl = _RMSNorm
-    return GPTModel(
-        config,
-        spec,
-        shape.vocabulary,
-        shape.sequence,
-        parallel_output=True,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        rotary_base=int(shape.theta),
-    )
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return [
+        GPTModel(
+            config,
+            spec,
+            shape.vocabulary,
+            shape.sequence,
+            pre_process=chunk == 0 and rank == 0,
+            post_process=chunk == chunks - 1 and rank == pipeline - 1,
+            parallel_output=True,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            rotary_base=int(shape.theta),
+            **({"vp_stage": chunk} if chunks > 1 else {}),
+        )
+        for chunk in range(chunks)
+    ]
 
 
 @torch.no_grad()
-def _load(model: Any, shape: Shape, rank: int, tensor: int) -> None:
+def _load(model: Any, shape: Shape, rank: int, tensor: int, first_layer: int) -> None:
     reference: Any = plain_model(shape)
     groups, width = shape.key_value_heads, shape.hidden // shape.heads
 
     def rows(weight: Tensor, dim: int = 0) -> Tensor:
         return weight.chunk(tensor, dim)[rank]
 
-    model.embedding.word_embeddings.weight.copy_(rows(reference.tok.weight))
+    if model.pre_process:
+        model.embedding.word_embeddings.weight.copy_(rows(reference.tok.weight))
     for index, layer in enumerate(model.decoder.layers):
-        block = reference.layers[str(index)]
+        block = reference.layers[str(first_layer + index)]
         q = block.attn.wq.weight.view(groups, -1, shape.hidden)
         k, v = (weight.view(groups, width, shape.hidden) for weight in (block.attn.wk.weight, block.attn.wv.weight))
         layer.self_attention.linear_qkv.weight.copy_(rows(torch.cat([q, k, v], 1).flatten(0, 1)))
         layer.self_attention.linear_proj.weight.copy_(rows(block.attn.wo.weight, 1))
         layer.mlp.linear_fc1.weight.copy_(torch.cat([rows(block.mlp.w1.weight), rows(block.mlp.w3.weight)]))
         layer.mlp.linear_fc2.weight.copy_(rows(block.mlp.w2.weight, 1))
-    model.output_layer.weight.copy_(rows(reference.head.weight))
+    if model.post_process:
+        model.output_layer.weight.copy_(rows(reference.head.weight))
