@@ -18,6 +18,7 @@ from gridtron.core.optim.config import OptimizerConfig
 from gridtron.models import GPT, GPTConfig
 from gridtron.parallel import full_state_dict
 from gridtron.parallel.engine import TrainingEngine
+from gridtron.parallel.pipeline import build_schedule
 from gridtron.parallel.recompute import RecomputeConfig
 
 LLAMA = GPTConfig(
@@ -53,6 +54,9 @@ class Case:
     micro_batch_size: int = 4
     recompute: str = "none"
     bucket_bytes: int = 4096
+    schedule: str | None = None
+    chunks: int | None = None
+    layers_per_stage: tuple[int, ...] | None = None
     # What may change the numbers:
     global_batch_size: int = 8
     sequence_length: int = 24
@@ -69,6 +73,9 @@ class Case:
             micro_batch_size=self.global_batch_size,
             recompute="none",
             bucket_bytes=4096,
+            schedule=None,
+            chunks=None,
+            layers_per_stage=None,
         )
 
 
@@ -95,9 +102,17 @@ def split(batch: Batch, parts: int) -> list[Batch]:
 def run_case(case: Case) -> dict[str, Any]:
     """Losses, norms, gradients of the first step, parameters after the last, on this rank of the case's grid."""
     with Grid.create(**case.grid) as grid:
+        microbatches = max(1, case.global_batch_size // grid.data.size // case.micro_batch_size)
+        stages: dict[str, Any] = {}
+        schedule = None
+        if case.schedule is not None:
+            schedule = build_schedule(case.schedule, grid.pipeline.size, microbatches, case.chunks)
+            stages = {"num_stages": schedule.num_stages, "placement": schedule.placement}
         model = GPT(
             case.config,
             grid,
+            **stages,
+            layers_per_stage=case.layers_per_stage,
             seed=7,
             sequence_parallel=case.sequence_parallel,
             recompute=RecomputeConfig(case.recompute),
@@ -105,19 +120,23 @@ def run_case(case: Case) -> dict[str, Any]:
         )
         from gridtron.parallel.data_parallel.config import DataParallelConfig
 
-        engine = TrainingEngine(model, grid, case.optimizer, DataParallelConfig(bucket_bytes=case.bucket_bytes))
-        result: dict[str, Any] = {"initial": full_state_dict(model), "losses": [], "norms": []}
+        buckets = DataParallelConfig(bucket_bytes=case.bucket_bytes)
+        engine = TrainingEngine(model, grid, case.optimizer, buckets, schedule=schedule)
+        result: dict[str, Any] = {"initial": full_state_dict(model, grid), "losses": [], "norms": []}
         for step in range(case.steps):
             own = split(global_batch(case, step), grid.data.size)[grid.data.rank]
-            outcome = engine.forward_backward(split(own, max(1, len(own.tokens) // case.micro_batch_size)))
+            outcome = engine.forward_backward(split(own, microbatches))
             if step == 0:
-                result["gradients"] = full_state_dict(engine.model, of="gradients")
+                result["gradients"] = full_state_dict(engine.model, grid, of="gradients")
             norm = engine.step(case.optimizer.lr)
             result["losses"].append(outcome.loss)
             result["norms"].append(norm.grad_norm)
-        result["parameters"] = full_state_dict(model)
+        result["parameters"] = full_state_dict(model, grid)
+        # What several ranks hold whole, and what two stages hold twice, must stay equal.
         result["replicas"] = {
-            item.name: item.parameter.detach().clone() for item in engine.parameters if item.sharding.dim is None
+            (item.name, None if item.sharding.dim is None else item.axis.rank): item.parameter.detach().clone()
+            for item in engine.parameters
+            if item.sharding.dim is None or item.copies is not None
         }
         result["evaluation"] = engine.evaluate(split(own, 2)).loss
         return result

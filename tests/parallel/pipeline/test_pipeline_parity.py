@@ -1,0 +1,100 @@
+"""The whole model over pipelines: rule 1 in float64 for every schedule, with every other axis and mode pairwise."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from parity import FAMILIES, Case, assert_parity, run_case
+from ranks import run_ranks
+from torch import equal
+
+from gridtron.core.optim.config import OptimizerConfig
+from gridtron.parallel.pipeline.build import FAMILIES as SCHEDULES
+
+REFERENCES = {}
+
+
+def check(family, layers, bound=1e-10, shape=None, **options):
+    grid = options["grid"]
+    config = replace(FAMILIES[family], num_layers=layers, **(shape or {}))
+    case = Case(config=config, **options)
+    plain = case.plain()
+    key = repr(plain)
+    if key not in REFERENCES:
+        REFERENCES[key] = run_case(plain)
+    world_size = grid.get("pipeline", 1) * grid.get("tensor", 1) * grid.get("data", 1)
+    results = run_ranks(run_case, world_size, case)
+    held = {key: tensor for result in results for key, tensor in result["replicas"].items()}
+    for result in results:
+        assert_parity(result, REFERENCES[key], bound)
+        assert abs(result["evaluation"] - REFERENCES[key]["evaluation"]) < bound
+        assert all(equal(tensor, held[key]) for key, tensor in result["replicas"].items())
+
+
+@pytest.mark.case(2, 17, 27)
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule, pipeline):
+    """Tied embeddings, a layer count that does not divide, uneven tokens, a bound on the norm that bites."""
+    stages = pipeline * SCHEDULES[schedule].chunks
+    optimizer = OptimizerConfig("sgd", lr=0.1, grad_clip=0.05, weight_decay=0.0)
+    grid = {"pipeline": pipeline}
+    check("gpt2", stages + 1, grid=grid, schedule=schedule, micro_batch_size=1, steps=2, optimizer=optimizer)
+
+
+def pairwise_cases(seed=20261203):
+    """Every pair of values of two options occurs in some case: a greedy cover from a printed seed."""
+    options = {
+        "family": list(FAMILIES),
+        "schedule": list(SCHEDULES),
+        "sizes": [(2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1), (3, 2, 1), (2, 2, 2)],
+        "sequence_parallel": [False, True],
+        "micro_batch_size": [1, 2, 4],
+        "recompute": ["none", "selective", "full"],
+        "dropout": [0.0, 0.1],
+        "bucket_bytes": [64, 1 << 20],
+        "extra_layers": [0, 1, 2],
+    }
+    print(f"pairwise seed {seed}")
+    generator = random.Random(seed)
+    names = list(options)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}
+    cases = []
+    while missing:
+        candidates = [{name: generator.choice(options[name]) for name in names} for _ in range(60)]
+        gains = [{pair for pair in missing if all(case[n] == value for n, value in pair)} for case in candidates]
+        best = max(range(len(candidates)), key=lambda index: len(gains[index]))
+        if gains[best]:
+            cases.append(candidates[best])
+            missing -= gains[best]
+    return cases
+
+
+@pytest.mark.parametrize("case", pairwise_cases(), ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_pairwise(case):
+    case = dict(case)
+    pipeline, tensor, data = case.pop("sizes")
+    dropout = case.pop("dropout")
+    layers = pipeline * SCHEDULES[case["schedule"]].chunks + case.pop("extra_layers")
+    shape = {"dropout": dropout, "attention_dropout": dropout}
+    grid = {"pipeline": pipeline, "tensor": tensor, "data": data}
+    check(case.pop("family"), layers, grid=grid, shape=shape, **case)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_twenty_steps_of_adamw(family, schedule):
+    optimizer = OptimizerConfig("adamw", lr=1e-2, grad_clip=0.5)
+    grid = {"pipeline": 2, "data": 2}
+    check(family, 5, 1e-8, grid=grid, schedule=schedule, micro_batch_size=2, steps=20, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("schedule", "layers"), [("1f1b", (4, 1)), ("zb_v", (1, 2, 1, 1))])
+def test_layers_as_given(schedule, layers):
+    grid = {"pipeline": 2}
+    check("qwen", 5, grid=grid, schedule=schedule, layers_per_stage=layers, micro_batch_size=2)
+
+
+def test_no_token_that_counts():
+    check("llama", 3, grid={"pipeline": 2}, schedule="zb_h1", masks="none", micro_batch_size=2)
