@@ -9,10 +9,17 @@ from typing import Any
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "grid.tensor": ("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size",
                     "tensor_model_parallel", "model_parallel_size"),
-    "grid.pipeline": ("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "grid.pipeline": ("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size",
+                      "pipeline_parallel_degree"),
     "grid.data": ("dp", "dp_size", "data_parallel_size", "data_parallel_degree"),
     "grid.context": ("cp", "cp_size", "context_parallel", "context_parallel_size"),
     "grid.sequence_parallel": ("sp", "sequence_parallel", "enable_sequence_parallel"),
+    "pipeline.schedule": ("pipeline_schedule", "pp_schedule", "pipeline_parallel_schedule", "pipeline_schedule_csv"),
+    "pipeline.chunks": ("virtual_pipeline_model_parallel_size", "vpp", "vp", "virtual_stages", "model_chunks",
+                        "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+    "pipeline.layers_per_stage": ("pipeline_model_parallel_layout", "split_points", "pipeline_parallel_split_points",
+                                  "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+                                  "pipeline_parallel_layers_per_stage", "num_layers_per_stage"),
     "recompute.mode": ("recompute_granularity", "activation_checkpointing", "gradient_checkpointing",
                        "recompute_activations", "ac", "act_ckpt"),
     "recompute.layers": ("recompute_num_layers",),
@@ -73,7 +80,6 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _NOT_BUILT: Mapping[str, str] = {
-    "pipeline": "pipeline schedules come with pipeline parallelism",
     "grid.overlap": "overlapping communication with matrix products",
     "recompute.operations": "choosing operations by hand",
     "recompute.budget_bytes": "recomputing to a memory budget",
@@ -87,7 +93,6 @@ _NOT_BUILT: Mapping[str, str] = {
     "checkpoint.asynchronous": "saving beside the training",
     "checkpoint.init_from": "starting from another run's weights",
     "logging.wandb": "Weights & Biases; a logger of your own comes in by plugins=",
-    "logging.trace": "tracing; logging.profile=FIRST:LAST writes a profiler window",
     "launch.preempted_exit": "exit codes for preempted jobs",
     "kernels": "a choice of kernels; all run in plain torch",
     "cluster": "descriptions of clusters",
@@ -107,8 +112,8 @@ def not_built_value(key: str, value: Any) -> str | None:
     """Why a value that the design has a place for is refused for now; None for any other."""
     if isinstance(value, (dict, list)):
         return None
-    if key in ("grid.pipeline", "grid.context") and isinstance(value, int) and value > 1:
-        return f"{key.partition('.')[2]} parallelism is not built yet; set {key}=1"
+    if key == "grid.context" and isinstance(value, int) and value > 1:
+        return "context parallelism is not built yet; set grid.context=1"
     return _NOT_BUILT_VALUES.get((key, value))
 
 

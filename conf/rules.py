@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gridtron.conf.pipeline_rules import schedule_violations
 from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
 from gridtron.core.data.config import DataConfig
@@ -122,32 +123,22 @@ def grid_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     if zero or sizes_of(plan, around) is not None:
         return
     try:
-        sizes = resolve_sizes(
-            needed_processes(plan, around.launched),
-            plan.grid.order,
-            **{name: getattr(plan.grid, name) for name in AXIS_NAMES},
-        )
+        _resolve(plan, around)
     except ValueError as fault:
         yield Violation(f"grid: {fault}", keys)
-        return
-    for name in ("pipeline", "context"):
-        if sizes.sizes[name] > 1:
-            yield Violation(
-                f"grid.{name}=-1 is {sizes.sizes[name]} here: {name} parallelism is not built yet; set 1", keys
-            )
 
 
 def sizes_of(plan: Plan, around: Surroundings) -> Mapping[str, int] | None:
     """Sizes of the axes with -1 resolved; None where they do not fit (which ``grid_rule`` tells)."""
     try:
-        grid = resolve_sizes(
-            needed_processes(plan, around.launched),
-            plan.grid.order,
-            **{name: getattr(plan.grid, name) for name in AXIS_NAMES},
-        )
+        return _resolve(plan, around)
     except ValueError:
         return None
-    return None if grid.sizes["pipeline"] > 1 else grid.sizes
+
+
+def _resolve(plan: Plan, around: Surroundings) -> Mapping[str, int]:
+    axes = {name: getattr(plan.grid, name) for name in AXIS_NAMES}
+    return resolve_sizes(needed_processes(plan, around.launched), plan.grid.order, **axes).sizes
 
 
 # ---------------------------------------------------------------- the model
@@ -206,6 +197,13 @@ def sequence_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
             f"nearest: train.sequence_length={longest}",
             {"train.sequence_length", "model.max_position_embeddings", "model.position"},
         )
+
+
+# ---------------------------------------------------------------- the pipeline
+def pipeline_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    sizes = sizes_of(plan, around)
+    if sizes is not None:
+        yield from schedule_violations(plan, sizes, _is_gpt(plan))
 
 
 # ---------------------------------------------------------------- the batch and the run
@@ -276,6 +274,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     model_rule,
     tensor_rule,
     sequence_rule,
+    pipeline_rule,
     batch_rule,
     evaluation_rule,
     profile_rule,

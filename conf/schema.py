@@ -20,6 +20,7 @@ from gridtron.core.precision import PrecisionConfig
 from gridtron.core.training.config import EvaluationConfig, LoggingConfig, RunConfig, TrainConfig
 from gridtron.models.config import GPTConfig
 from gridtron.parallel.data_parallel.config import DataParallelConfig
+from gridtron.parallel.pipeline.config import PipelineConfig
 from gridtron.parallel.recompute import RecomputeConfig
 
 PLUGIN_KEY = "plugin"
@@ -41,6 +42,7 @@ class Plan:
 
     run: RunConfig = field(default_factory=RunConfig)
     grid: GridConfig = field(default_factory=GridConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

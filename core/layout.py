@@ -13,7 +13,7 @@ AXIS_NAMES = ("pipeline", "data", "context", "tensor")
 @dataclass(frozen=True)
 class GridConfig:
     data: int = option(-1, "data-parallel size; -1: what is left", minimum=-1)
-    pipeline: int = option(1, "pipeline-parallel size", minimum=-1)
+    pipeline: int = option(1, "pipeline-parallel size; -1: what is left", minimum=-1)
     context: int = option(1, "context-parallel size", minimum=-1)
     tensor: int = option(1, "tensor-parallel size; -1: what is left", minimum=-1)
     order: list[str] = option(list(AXIS_NAMES), "axes from the outermost inwards")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gridtron.conf.pipeline_rules import plan_schedule
 from gridtron.conf.schema import Plan
 from gridtron.core.errors import JobError
 from gridtron.core.precision import parameter_dtype
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from gridtron.core.data.stream import EvaluationStream, SampleSource, TrainingStream
     from gridtron.core.grid import Grid
     from gridtron.parallel.engine import TrainingEngine
+    from gridtron.parallel.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,15 @@ def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
         section: registry.builder(section, name) for section, name in plan.parts.items() if section != "lr_schedule"
     }
     training, evaluation, facts = build_data(plan, grid, builders.get("data"))
-    model = build_model(plan, grid, builders.get("model"))
+    schedule = build_schedule(plan, grid)
+    model = build_model(plan, grid, builders.get("model"), schedule)
     engine = TrainingEngine(
-        model, grid, plan.optimizer, plan.data_parallel, build_optimizer=bound(builders.get("optimizer"), plan, grid)
+        model,
+        grid,
+        plan.optimizer,
+        plan.data_parallel,
+        build_optimizer=bound(builders.get("optimizer"), plan, grid),
+        schedule=schedule,
     )
     dtype = parameter_dtype(plan.precision.mode, grid.device)
     flops = float(training_flops(plan.model, plan.train.sequence_length)) if is_own_model(plan) else 0.0
@@ -78,10 +86,27 @@ def bound(build: Callable[..., Any] | None, plan: Plan, grid: Grid) -> Callable[
     return None if build is None else build(plan.optimizer, grid)
 
 
-def build_model(plan: Plan, grid: Grid, build: Callable[..., Any] | None = None) -> nn.Module:
+def build_schedule(plan: Plan, grid: Grid) -> Schedule | None:
+    """The pipeline schedule of a plan's steps; None where the model is whole on each rank.
+
+    Raises:
+        JobError: a file that is not what it was when the plan was composed.
+    """
+    if grid.pipeline.size == 1:
+        return None
+    try:
+        return plan_schedule(plan, grid.pipeline.size, grid.axis("data", "context").size)
+    except (OSError, ValueError) as fault:
+        raise JobError(f"pipeline.schedule={plan.pipeline.schedule}: {fault}", agreed=True) from None
+
+
+def build_model(
+    plan: Plan, grid: Grid, build: Callable[..., Any] | None = None, schedule: Schedule | None = None
+) -> nn.Module:
     """The model of a plan on this rank: this GPT, a plugin's, or the one that ``model.build`` names.
 
-    A user's own model is made under the run's seed, so that every rank makes the same.
+    A user's own model is made under the run's seed, so that every rank makes the same. ``schedule`` says which stages
+    of this GPT lie here.
     """
     import torch
 
@@ -99,6 +124,9 @@ def build_model(plan: Plan, grid: Grid, build: Callable[..., Any] | None = None)
     return GPT(
         plan.model,
         grid,
+        placement=None if schedule is None else schedule.placement,
+        layers_per_stage=None if schedule is None else plan.pipeline.layers_per_stage,
+        sequence_length=plan.train.sequence_length,
         seed=plan.train.seed,
         sequence_parallel=plan.grid.sequence_parallel,
         recompute=plan.recompute,
@@ -125,7 +153,7 @@ def check_memory(plan: Plan, grid: Grid) -> None:
     states = 0 if "optimizer" in plan.parts else {"adamw": 2, "sgd": 0}[plan.optimizer.name]
     each = dtype.itemsize + wide.itemsize * (1 + states + (wide != dtype))
     parameters = total_parameters(plan.model)
-    needed = parameters * each // grid.tensor.size
+    needed = parameters * each // (grid.tensor.size * grid.pipeline.size)
     if grid.device.type == "cuda":
         available = torch.cuda.get_device_properties(grid.device).total_memory
     else:
@@ -133,8 +161,9 @@ def check_memory(plan: Plan, grid: Grid) -> None:
     if needed > available:
         raise JobError(
             f"this model has {parameters:,} parameters: with gradients and optimizer states a rank holds "
-            f"{needed / 2**30:,.0f} GiB at grid.tensor={grid.tensor.size}, and {grid.device} has "
-            f"{available / 2**30:,.0f} GiB; choose a smaller model, or more tensor ranks on more machines",
+            f"{needed / 2**30:,.0f} GiB at grid.tensor={grid.tensor.size} and grid.pipeline={grid.pipeline.size}, and "
+            f"{grid.device} has {available / 2**30:,.0f} GiB; choose a smaller model, or more tensor or pipeline ranks "
+            "on more machines",
             agreed=True,
         )
 

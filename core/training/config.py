@@ -41,6 +41,10 @@ class EvaluationConfig:
 class LoggingConfig:
     every: int = option(1, "steps between rows on the console", minimum=1)
     tensorboard: bool = option(True, "write TensorBoard events to the run's tensorboard/")
+    trace: bool = option(
+        False,
+        "write each rank's real timeline as a Chrome trace and report the measured bubble beside the simulated one",
+    )
     profile: str | None = option(
         None, "FIRST:LAST, the steps of a profiler window, written to the run's profile/; null: none"
     )

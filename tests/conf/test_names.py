@@ -71,7 +71,7 @@ def test_what_is_not_built_does_not_exist_yet():
 
 
 @pytest.mark.parametrize(
-    "key", ["pipeline.schedule", "kernels.rms_norm", "checkpoint.keep", "data.packing", "cluster.nodes"]
+    "key", ["logging.wandb", "kernels.rms_norm", "checkpoint.keep", "data.packing", "cluster.nodes"]
 )
 def test_not_built_is_refused_by_name(key):
     assert unknown_key(key, KNOWN).startswith(f"{key}: not built yet (")
@@ -80,7 +80,6 @@ def test_not_built_is_refused_by_name(key):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("grid.pipeline", 2, "pipeline parallelism is not built yet; set grid.pipeline=1"),
         ("grid.context", 4, "context parallelism is not built yet"),
         ("data_parallel.zero", 1, "not built yet; set data_parallel.zero=0"),
         ("data_parallel.zero", 3, "not built yet"),
@@ -93,7 +92,7 @@ def test_values_that_are_not_built(key, value, words):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("grid.pipeline", 1), ("data_parallel.zero", 0), ("precision.mode", "fp61")]
+    ("key", "value"), [("grid.pipeline", 2), ("grid.context", 1), ("data_parallel.zero", 0), ("precision.mode", "fp61")]
 )
 def test_other_values_are_not_called_unbuilt(key, value):
     assert not_built_value(key, value) is None

@@ -13,6 +13,7 @@ from gridtron.conf.values import Violation
 OPTIONS = """
 run.directory
 grid.data grid.pipeline grid.context grid.tensor grid.order grid.sequence_parallel
+pipeline.schedule pipeline.chunks pipeline.layers_per_stage
 recompute.mode recompute.layers
 data_parallel.zero data_parallel.bucket_bytes
 precision.mode
@@ -27,7 +28,7 @@ lr_schedule.name lr_schedule.warmup_steps lr_schedule.decay_steps lr_schedule.mi
 data.path data.tokenizer data.held_out data.directory
 evaluation.every evaluation.steps
 checkpoint.every checkpoint.resume checkpoint.allow_changes
-logging.every logging.tensorboard logging.profile
+logging.every logging.tensorboard logging.trace logging.profile
 launch.processes
 plugins
 """
