@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gridtron.parallel.pipeline.families import gpipe, one_f_one_b
+from gridtron.parallel.pipeline.families import gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
 from gridtron.parallel.pipeline.families.family import Family
 from gridtron.parallel.pipeline.schedule import Schedule
 
@@ -14,6 +14,9 @@ FAMILIES = {
     for family in (
         gpipe.FAMILY,
         one_f_one_b.FAMILY,
+        interleaved_1f1b.FAMILY,
+        zero_bubble.H1,
+        zero_bubble.H2,
     )
 }
 
