@@ -6,10 +6,12 @@ elements where nothing else is done: they weigh little, but a stage with a vocab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtron.models.config import GPTConfig
 from gridtron.models.cost.flops import head_forward_flops, layer_forward_flops
+from gridtron.models.cost.parameters import attention_matrix_parameters, mlp_matrix_parameters
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,53 @@ def split_costs(config: GPTConfig, sequence_length: int) -> SplitCosts:
     layer = layer_forward_flops(config, sequence_length)
     head = head_forward_flops(config) + loss_forward_operations(config) + norm_forward_operations(config)
     return SplitCosts((layer,) * config.num_layers, embedding_forward_operations(config), head)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Operations a token of each stage's forward pass and of both halves of its backward pass."""
+
+    forward: tuple[int, ...]
+    input_grad: tuple[int, ...]
+    weight_grad: tuple[int, ...]
+
+
+def stage_costs(
+    config: GPTConfig,
+    ranges: Sequence[tuple[int, int]],
+    sequence_length: int,
+    recompute: str = "none",
+    recompute_layers: int | None = None,
+) -> StageCosts:
+    """What a schedule's F, I and W cost on each stage.
+
+    A product with a weight has two products of its own size in the backward pass, one for the input and one for the
+    weight; the two of attention have no weight, and both of each one's go to the inputs (Qi et al. 2023,
+    arXiv:2401.10241, table 1: W is smaller than I). A recomputed layer's forward pass, or its attention core's, is run
+    again at I.
+
+    Args:
+        config: its shape, with vocab_size.
+        ranges: (start, stop) of each stage's layers.
+        sequence_length: of a sample.
+        recompute: "none", "selective" or "full".
+        recompute_layers: of "full": the first so many layers of each stage; None: all.
+    """
+    costs = split_costs(config, sequence_length)
+    weights = 2 * (attention_matrix_parameters(config) + mlp_matrix_parameters(config))
+    core = costs.layers[0] - weights
+    forward, inputs, late = [], [], []
+    for stage, (start, stop) in enumerate(ranges):
+        count = stop - start
+        again = {"none": 0, "selective": count * core, "full": 0}[recompute]
+        if recompute == "full":
+            again = sum(costs.layers[start : stop if recompute_layers is None else min(start + recompute_layers, stop)])
+        first, last = stage == 0, stage == len(ranges) - 1
+        head = head_forward_flops(config)
+        forward.append(sum(costs.layers[start:stop]) + first * costs.embedding + last * costs.head)
+        inputs.append(count * (weights + 2 * core) + again + last * costs.head)
+        late.append(count * weights + first * costs.embedding + last * head)
+    return StageCosts(tuple(forward), tuple(inputs), tuple(late))
 
 
 def embedding_forward_operations(config: GPTConfig) -> int:

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gridtron.conf.compose import compose
 from gridtron.models import GPT, GPTConfig
-from gridtron.models.cost.flops import forward_flops, training_flops
+from gridtron.models.cost.flops import forward_flops, layer_forward_flops, training_flops
 from gridtron.models.cost.parameters import total_parameters
-from gridtron.models.cost.split import split_costs
+from gridtron.models.cost.split import split_costs, stage_costs
 
 PUBLISHED = Path(__file__).parent.parent / "published" / "param_counts.csv"
 PRESETS = {
@@ -101,3 +101,23 @@ def test_costs_of_the_split_add_up_to_the_whole(family):
     wide = split_costs(replace(config, vocab_size=50_000), 64)
     assert wide.layers == costs.layers and wide.embedding == costs.embedding
     assert wide.head - costs.head == (2 * 512 + 4) * (50_000 - 101)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_costs_of_stages_are_those_of_the_whole(family):
+    """The three passes together are the counted FLOPs, and what a recomputed layer adds is its forward pass."""
+    config = replace(FAMILIES[family], hidden_size=512, ffn_hidden_size=2048, num_layers=5)
+    whole, parts = stage_costs(config, [(0, 5)], 64), stage_costs(config, [(0, 1), (1, 4), (4, 5)], 64)
+    for kind in ("forward", "input_grad", "weight_grad"):
+        assert sum(getattr(parts, kind)) == sum(getattr(whole, kind))
+    total = whole.forward[0] + whole.input_grad[0] + whole.weight_grad[0]
+    assert training_flops(config, 64) < total < training_flops(config, 64) * 1.001
+    layer = layer_forward_flops(config, 64)
+    core = 4 * 64 * config.num_attention_heads * config.head_size
+    for arguments, added in [(("full",), [1, 3, 1]), (("full", 2), [1, 2, 1]), (("full", 0), [0, 0, 0])]:
+        again = stage_costs(config, [(0, 1), (1, 4), (4, 5)], 64, *arguments)
+        assert [a - b for a, b in zip(again.input_grad, parts.input_grad, strict=True)] == [
+            count * layer for count in added
+        ]
+    again = stage_costs(config, [(0, 1), (1, 4), (4, 5)], 64, "selective")
+    assert [a - b for a, b in zip(again.input_grad, parts.input_grad, strict=True)] == [core, 3 * core, core]
