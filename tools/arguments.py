@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
+from gridtron.conf.names import nearest_choice
 from gridtron.conf.refusal import Refusal, format_refusal
 from gridtron.conf.schema import Plan
+from gridtron.conf.values import Violation, convert
 from gridtron.tools.pages import print_help
 
 _WITH_VALUE = {"--cfg": "show", "-c": "show", "--config-dir": "directory", "-cd": "directory"}
@@ -70,6 +73,56 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     if faults:
         raise Refusal(faults)
     return Arguments(tuple(overrides), tuple(directories), found["sweep"], found["show"], found["help"])
+
+
+Options = TypeVar("Options")
+
+
+def read_options(command: str, schema: type[Options], overrides: Sequence[str]) -> Options:
+    """A command's own options, which no plan holds, from ``key=value``.
+
+    Args:
+        command: its word, for messages.
+        schema: a dataclass whose fields are made by ``gridtron.core.options.option``.
+        overrides: as typed.
+
+    Raises:
+        Refusal: every unknown key and every value that does not fit.
+    """
+    known = {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    hints = get_type_hints(schema)
+    values: dict[str, Any] = {}
+    faults = []
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if key not in known or not equals:
+            what = f"{command} has no option {key}" if equals else "write key=value"
+            faults.append(f"{word}: {what}; {nearest_choice(key, list(known))}")
+            continue
+        metadata = known[key].metadata
+        value: Any = os.path.expanduser(text) if metadata.get("path") and text != "null" else _read_value(text)
+        converted = convert(value, hints[key], metadata)
+        if isinstance(converted, Violation):
+            faults.append(converted.at(key, value).message)
+        else:
+            values[key] = converted
+    if faults:
+        raise Refusal(faults)
+    return schema(**values)
+
+
+def _read_value(text: str) -> Any:
+    """Text as it would stand in YAML: null, a number, a list of them, or itself."""
+    if text == "null":
+        return None
+    if text.startswith("[") and text.endswith("]"):
+        return [_read_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def print_refusal(refusal: Refusal) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,11 +16,13 @@ class Command:
         module: its ``main(arguments) -> int`` runs the command; imported when it is asked for.
         meaning: one line.
         examples: lines for the help page.
+        options: name of the dataclass in ``module`` that holds options of the command's own.
     """
 
     module: str
     meaning: str
     examples: tuple[str, ...]
+    options: str | None = None
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -37,6 +41,16 @@ COMMANDS: Mapping[str, Command] = {
         "gridtron.tools.prepare",
         "turn text or jsonl into token files (train does it by itself on first use)",
         ("gridtron prepare data.path=~/books/*.txt data.tokenizer=tokenizer.json out=summary.json",),
+    ),
+    "schedule": Command(
+        "gridtron.tools.schedule",
+        "prove, simulate and draw a pipeline schedule; nothing is run",
+        (
+            "gridtron schedule name=zb_h1 ranks=4 microbatches=8",
+            "gridtron schedule name=zb_v ranks=4 microbatches=8 forward=1.0 input_grad=1.1 weight_grad=0.8 send=0.1",
+            "gridtron schedule experiment=first_run grid.pipeline=4 svg=mine.svg out=mine.json",
+        ),
+        "ScheduleOptions",
     ),
     "doctor": Command("gridtron.tools.doctor", "devices, versions, and what is missing", ("gridtron doctor",)),
     "bench": Command(
@@ -71,5 +85,21 @@ def print_help(word: str | None) -> int:
     for command in shown.values():
         for example in command.examples:
             print(f"  {example}")
+    if word and COMMANDS[word].options:
+        print(f"\nOptions of {word}, beside those of a run (docs/configuration.md):")
+        schema = getattr(importlib.import_module(COMMANDS[word].module), COMMANDS[word].options or "")
+        for line in option_lines(schema):
+            print(f"  {line}")
     print(f"\n{_FOOT}")
     return 0
+
+
+def option_lines(schema: type) -> list[str]:
+    """``key=default  meaning`` of each option of a dataclass."""
+    entries = [(f"{entry.name}={_default(entry)}", entry.metadata["meaning"]) for entry in fields(schema)]
+    width = max(len(key) for key, _ in entries) + 2
+    return [f"{key:<{width}}{meaning}" for key, meaning in entries]
+
+
+def _default(entry: Field[Any]) -> str:
+    return "null" if entry.default is None else str(entry.default)

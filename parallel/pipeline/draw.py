@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ _WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
 _MARGIN, _HEAD, _FOOT = 24.0, 84.0, 44.0
 _NARROWEST, _WIDEST = 900.0, 2600.0
 """Pixels: bounds of the width of the time axis."""
+_MOST_HINTS = 20_000
+"""Actions up to which an SVG tells each by a hint under the pointer: beyond, the file would be slow to open."""
 _CELL = 13.0
 """Pixels that the shortest action gets where the bounds allow: two digits can be read in them."""
 
@@ -79,6 +82,7 @@ def draw(timeline: Timeline) -> Picture:
     names = [_row_name(schedule, rank) for rank in range(ranks)]
     left = _MARGIN + max(text_width(name, 13) for name in names) + 14
     picture = Picture(left + length + 86 + _MARGIN, _HEAD + ranks * row + _FOOT)
+    chunk_of, digits = _chunk_of_stage(schedule), len(str(schedule.microbatches - 1))
     _draw_head(picture, timeline, left + length)
     _draw_axis(picture, timeline, time, left, length, row)
     for rank, name in enumerate(names):
@@ -87,15 +91,17 @@ def draw(timeline: Timeline) -> Picture:
         peak = f"{timeline.peak_activations[rank]}"
         picture.labels.append(Label(left + length + 43, top + row / 2, peak, 13, _INK))
         for event in timeline.events[rank]:
-            _draw_cell(picture, schedule, event, left, length / time, top, row)
+            fill = _shade(event.action.kind, chunk_of[event.action.stage], max(chunk_of) + 1)
+            _draw_cell(picture, event, fill, left, length / time, top, row, digits)
+    if sum(map(len, timeline.events)) > _MOST_HINTS:
+        picture.boxes = [replace(box, hint="") for box in picture.boxes]
     return picture
 
 
 def _draw_cell(
-    picture: Picture, schedule: Schedule, event: Event, left: float, scale: float, top: float, row: float
+    picture: Picture, event: Event, fill: Colour, left: float, scale: float, top: float, row: float, digits: int
 ) -> None:
     action, width = event.action, (event.end - event.start) * scale
-    fill = _shade(schedule, action.kind, action.stage)
     gap = 1.0 if width >= 6 else 0.0
     x = left + event.start * scale
     hint = f"{action}: {_KINDS[action.kind][0]} of microbatch {action.microbatch} on stage {action.stage}, "
@@ -103,7 +109,7 @@ def _draw_cell(
     picture.boxes.append(Box(x, top + 1.5, max(width - gap, 0), row - 3, fill, hint))
     text = str(action.microbatch)
     # By the longest number, so that those of one kind are alike.
-    size = min(0.44 * row, (width - gap - 2) / text_width(str(schedule.microbatches - 1), 1))
+    size = min(0.44 * row, (width - gap - 2) / text_width("0" * digits, 1))
     if size >= 6.5:
         # Whole sizes: a font is made for each.
         ink = _WHITE if is_dark(fill) else _INK
@@ -122,7 +128,7 @@ def _draw_head(picture: Picture, timeline: Timeline, right: float) -> None:
     for kind, step in zip(_kinds(schedule), _legend_widths(schedule), strict=True):
         chunks = _chunks(schedule)
         for chunk in range(chunks):
-            picture.boxes.append(Box(x + 14 * chunk, y - 7, 14, 14, _shade_of(kind, chunk, chunks)))
+            picture.boxes.append(Box(x + 14 * chunk, y - 7, 14, 14, _shade(kind, chunk, chunks)))
         picture.labels.append(Label(x + 14 * chunks + 7, y, _legend_words(kind, chunks), 13, _INK, "start"))
         x += step
 
@@ -162,7 +168,7 @@ def terminal(timeline: Timeline, width: int = 100, colour: bool = True) -> Text:
     """The timeline as lines of text, a rank each, for ``rich`` to print.
 
     Args:
-        timeline: of any length; where a column is longer than the actions in it, it shows the longest of them.
+        timeline: of any length; where a column is longer than the actions in it, it shows the kind with the most time.
         width: columns there are.
         colour: cells are coloured; else their ends are told by "-" and chunks after the first by small letters.
     """
@@ -198,14 +204,8 @@ def _terminal_row(timeline: Timeline, rank: int, scale: float, columns: int, col
     from rich.text import Text
 
     schedule, line = timeline.schedule, Text()
-    owners: list[Event | None] = [None] * columns
-    spent = [0.0] * columns
-    for event in timeline.events[rank]:
-        start, end = event.start * scale, event.end * scale
-        for column in range(max(math.floor(start + 1e-6), 0), min(math.ceil(end - 1e-6), columns)):
-            share = min(end, column + 1) - max(start, column)
-            if share > max(spent[column], 0.25):
-                owners[column], spent[column] = event, share
+    owners, chunk_of = _owners(timeline, rank, scale, columns), _chunk_of_stage(schedule)
+    dense = any((event.end - event.start) * scale < 1 - 1e-6 for event in timeline.events[rank])
     place = 0
     while place < columns:
         event = owners[place]
@@ -213,21 +213,36 @@ def _terminal_row(timeline: Timeline, rank: int, scale: float, columns: int, col
         while stop < columns and owners[stop] is event:
             stop += 1
         if event is None:
-            line.append(("·" if not colour else " ") * (stop - place))
+            line.append((" " if colour else "·") * (stop - place))
         else:
-            chunk = _chunk(schedule, event.action.stage)
+            chunk = chunk_of[event.action.stage]
             kind = event.action.kind.lower() if chunk and not colour else event.action.kind
-            line.append(
-                _fit(kind, event.action.microbatch, stop - place, colour),
-                _style(_shade(schedule, event.action.kind, event.action.stage)) if colour else "",
-            )
+            number = "" if dense else str(event.action.microbatch)
+            style = _style(_shade(event.action.kind, chunk, max(chunk_of) + 1)) if colour else ""
+            line.append(_fit(kind, number, stop - place, colour), style)
         place = stop
     return line
 
 
-def _fit(kind: str, microbatch: int, width: int, colour: bool) -> str:
+def _owners(timeline: Timeline, rank: int, scale: float, columns: int) -> list[Event | None]:
+    """Per column the action that stands for it: one of the kind and chunk with the most time there; None: idle."""
+    spent: list[dict[tuple[str, int], float]] = [{} for _ in range(columns)]
+    first: list[dict[tuple[str, int], Event]] = [{} for _ in range(columns)]
+    for event in timeline.events[rank]:
+        start, end = event.start * scale, event.end * scale
+        key = (event.action.kind, event.action.stage)
+        for column in range(math.floor(start + 1e-6), min(math.ceil(end - 1e-6), columns)):
+            share = min(end, column + 1) - max(start, column)
+            spent[column][key] = spent[column].get(key, 0.0) + share
+            first[column].setdefault(key, event)
+    return [
+        first[column][max(times, key=lambda key: times[key])] if times and sum(times.values()) >= 0.5 else None
+        for column, times in enumerate(spent)
+    ]
+
+
+def _fit(kind: str, number: str, width: int, colour: bool) -> str:
     """What of "F12" fits; colour tells the kind already."""
-    number = str(microbatch)
     choices = (number, "") if colour else (f"{kind}{number}", kind)
     text = next(choice for choice in choices if len(choice) <= width)
     return text.ljust(width, " " if colour else "-")
@@ -244,13 +259,17 @@ def _events(timeline: Timeline) -> Iterator[Event]:
         yield from row
 
 
+def _chunk_of_stage(schedule: Schedule) -> list[int]:
+    """The place of each stage among those of its rank."""
+    chunks = [0] * schedule.num_stages
+    for rank in range(schedule.ranks):
+        for chunk, stage in enumerate(schedule.stages(rank)):
+            chunks[stage] = chunk
+    return chunks
+
+
 def _chunks(schedule: Schedule) -> int:
-    return max(len(schedule.stages(rank)) for rank in range(schedule.ranks))
-
-
-def _chunk(schedule: Schedule, stage: int) -> int:
-    """The place of a stage among those of its rank."""
-    return schedule.stages(schedule.stage_rank(stage)).index(stage)
+    return max(_chunk_of_stage(schedule)) + 1
 
 
 def _kinds(schedule: Schedule) -> list[str]:
@@ -258,11 +277,7 @@ def _kinds(schedule: Schedule) -> list[str]:
     return [kind for kind in _KINDS if kind in used]
 
 
-def _shade(schedule: Schedule, kind: str, stage: int) -> Colour:
-    return _shade_of(kind, _chunk(schedule, stage), _chunks(schedule))
-
-
-def _shade_of(kind: str, chunk: int, chunks: int) -> Colour:
+def _shade(kind: str, chunk: int, chunks: int) -> Colour:
     """Light for the first chunk, dark for the last; the colour itself where there is one."""
     base = _KINDS[kind][1]
     if chunks == 1:

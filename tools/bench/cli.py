@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass
 
 from gridtron.conf.names import nearest_choice
 from gridtron.conf.refusal import Refusal
-from gridtron.conf.values import Violation, convert
 from gridtron.core.options import option
-from gridtron.tools.arguments import parse_arguments, print_refusal
+from gridtron.tools.arguments import parse_arguments, print_refusal, read_options
+from gridtron.tools.pages import option_lines
 
 
 @dataclass(frozen=True)
@@ -66,30 +65,12 @@ def parse_options(overrides: Sequence[str]) -> BenchOptions:
     Raises:
         Refusal: every unknown key and unfit value.
     """
-    known = {field.name: field for field in fields(BenchOptions)}
-    hints = get_type_hints(BenchOptions)
-    values: dict[str, Any] = {}
-    faults = []
-    for word in overrides:
-        key, _, text = word.partition("=")
-        if key not in known:
-            faults.append(f"{word}: bench has no option {key}; {nearest_choice(key, list(known))}")
-            continue
-        value: Any = None if text == "null" else int(text) if text.lstrip("-").isdigit() else text
-        converted = convert(value, hints[key], known[key].metadata)
-        if isinstance(converted, Violation):
-            faults.append(converted.at(key, value).message)
-        else:
-            values[key] = converted
-    if faults:
-        raise Refusal(faults)
-    return BenchOptions(**values)
+    return read_options("bench", BenchOptions, overrides)
 
 
 def _help(known: dict[str, Callable[[BenchOptions], int]]) -> str:
     lines = ["gridtron bench NAME [key=value ...]", "", f"names: {', '.join(known)}", ""]
-    for field in fields(BenchOptions):
-        lines.append(f"  {field.name}={field.default}".ljust(22) + field.metadata["meaning"])
+    lines += [f"  {line}" for line in option_lines(BenchOptions)]
     return "\n".join(lines)
 
 
