@@ -13,7 +13,18 @@ from typing import Any
 from gridtron.conf.refusal import Refusal
 from gridtron.tools.arguments import parse_arguments, print_refusal
 
-_LIBRARIES = ("torch", "numpy", "einops", "hydra-core", "omegaconf", "rich", "tensorboard", "safetensors", "tokenizers")
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "einops",
+    "hydra-core",
+    "omegaconf",
+    "rich",
+    "pillow",
+    "tensorboard",
+    "safetensors",
+    "tokenizers",
+)
 _OPTIONAL = ("triton", "wandb")
 
 
