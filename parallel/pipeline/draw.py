@@ -32,7 +32,7 @@ _INK, _QUIET, _LINE, _IDLE = (34, 34, 40), (110, 112, 122), (222, 224, 230), (24
 _WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
 
 _MARGIN, _HEAD, _FOOT = 24.0, 84.0, 44.0
-_NARROWEST, _WIDEST = 900.0, 2600.0
+_NARROWEST, _WIDEST = 1100.0, 2600.0
 """Pixels: bounds of the width of the time axis."""
 _MOST_HINTS = 20_000
 """Actions up to which an SVG tells each by a hint under the pointer: beyond, the file would be slow to open."""
@@ -109,7 +109,7 @@ def _draw_cell(
     picture.boxes.append(Box(x, top + 1.5, max(width - gap, 0), row - 3, fill, hint))
     text = str(action.microbatch)
     # By the longest number, so that those of one kind are alike.
-    size = min(0.44 * row, (width - gap - 2) / text_width("0" * digits, 1))
+    size = min(0.41 * row, (width - gap - 2) / text_width("0" * digits, 1))
     if size >= 6.5:
         # Whole sizes: a font is made for each.
         ink = _WHITE if is_dark(fill) else _INK
@@ -283,7 +283,7 @@ def _shade(kind: str, chunk: int, chunks: int) -> Colour:
     if chunks == 1:
         return base
     place = chunk / (chunks - 1)
-    return mix(base, _WHITE, 0.45 - 0.9 * place) if place <= 0.5 else mix(base, _BLACK, 0.5 * (place - 0.5))
+    return mix(base, _WHITE, 0.45 - 0.9 * place) if place <= 0.5 else mix(base, _BLACK, 0.4 * (place - 0.5))
 
 
 def _row_name(schedule: Schedule, rank: int) -> str:
