@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +117,11 @@ def build_model(
     if not is_own_model(plan):
         torch.manual_seed(plan.train.seed)
         model = (build or load_builder(plan.model.build or ""))(plan.model, grid)
+        named = plan.parts.get("model") or plan.model.build
         if fault := model_fault(model):
-            raise JobError(f"{plan.parts.get('model') or plan.model.build}: {fault}", agreed=True)
+            raise JobError(f"{named}: {fault}", agreed=True)
+        if fault := stages_fault(model, schedule, grid.pipeline.rank):
+            raise JobError(f"{named}: {fault}")
         return model.to(device=grid.device, dtype=dtype)
     check_memory(plan, grid)
     return GPT(
@@ -180,6 +183,20 @@ def model_fault(model: Any) -> str | None:
     except TypeError:
         return f"{type(model).__name__}.forward{signature} cannot be called as forward(tokens, targets)"
     return None
+
+
+def stages_fault(model: Any, schedule: Schedule | None, rank: int) -> str | None:
+    """Why a user's model cannot run over the pipeline axis; None where it can, or where there is none."""
+    if schedule is None:
+        return None
+    stages, here = getattr(model, "stages", None), list(schedule.stages(rank))
+    if isinstance(stages, Mapping) and sorted(stages) == here:
+        return None
+    found = f"its stages are {sorted(stages)}" if isinstance(stages, Mapping) else f"{type(model).__name__} has none"
+    return (
+        f"grid.pipeline={schedule.ranks} with the schedule {schedule.name} runs stages {here} on pipeline rank {rank}, "
+        f"and {found}; give it an attribute stages={{stage: module}} of those, or set grid.pipeline=1"
+    )
 
 
 def build_data(

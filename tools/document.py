@@ -49,12 +49,15 @@ What `build(config, grid)` returns, by kind:
 
 | kind | returns |
 | --- | --- |
-| model | an `nn.Module`: `model(tokens, targets)` -> losses of the tokens (batch, sequence) |
+| model | an `nn.Module`: `model(tokens, targets)` -> losses of the tokens (batch, sequence) (1) |
 | data | a sample source (`len()`, `samples(indices)`), or a pair of them: for training and held out |
 | optimizer | a function from parameter groups to a `torch.optim.Optimizer`; the dataclass has a field `lr` |
 | lr_schedule | a function (step from 1, base_lr, total_steps) -> rate |
 | callback | a `gridtron.core.training.protocols.Callback`, on every rank |
 | logger | a `gridtron.core.training.protocols.Logger`, on rank 0 |
+
+(1) With `grid.pipeline` above 1 it has an attribute `stages`, {stage: module} of those that lie on its pipeline rank:
+the first is called with the tokens, each with what the one before gave, the last with the targets as well.
 
 Kinds are model, data, optimizer, lr_schedule, callback and logger. `MyModelConfig` is a frozen dataclass with a
 default for each field. `model=my_model model.width=64` then picks the part and sets its options. Callbacks and
