@@ -36,4 +36,16 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
         tensor.mul_(factor)
 
 
-__all__ = ["TorchDispatchMode", "all_gather_single", "norms_of", "reduce_scatter_single", "scale_"]
+def gradient_shape(node: Any, number: int) -> torch.Size | None:
+    """The shape of the gradient that a node of autograd's graph takes at input ``number``; None where it is not told.
+
+    Autograd sums a gradient that is broadcast to this shape on the way in; who calls a node by hand must do so too.
+    """
+    if hasattr(node, "variable"):
+        shape: torch.Size = node.variable.shape
+        return shape
+    metadata = getattr(node, "_input_metadata", None)
+    return None if metadata is None else torch.Size(metadata[number].shape)
+
+
+__all__ = ["TorchDispatchMode", "all_gather_single", "gradient_shape", "norms_of", "reduce_scatter_single", "scale_"]

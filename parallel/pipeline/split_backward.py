@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from gridtron.core.torch_compat import gradient_shape
 from gridtron.parallel.gradient_door import Deferral, Work, accumulate_gradient
 
 _PRODUCTS = ("Addmm", "Mm", "Linear", "Addbmm", "Baddbmm", "Bmm", "Addmv", "Mv", "Convolution")
@@ -256,10 +257,16 @@ def _across(node: Node, places: list[int], arrived: Sequence[Tensor | None], run
         with torch.no_grad():
             result = call(*arrived)
         values = result if isinstance(result, tuple) else (result,)
-        return [values[place] for place in places]
+        return [_reduced(values[place], edge) for place, edge in zip(places, edges, strict=True)]
     begin = [(GradientEdge(node, number), value) for number, value in enumerate(arrived) if value is not None]
     return list(
         torch.autograd.grad(
             [edge for edge, _ in begin], edges, [value for _, value in begin], retain_graph=True, allow_unused=True
         )
     )
+
+
+def _reduced(gradient: Tensor | None, edge: GradientEdge) -> Tensor | None:
+    """A gradient as autograd hands it on: summed where the forward pass broadcast."""
+    shape = gradient_shape(edge.node, edge.output_nr)
+    return gradient if gradient is None or shape is None else gradient.sum_to_size(shape)

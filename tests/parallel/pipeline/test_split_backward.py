@@ -35,6 +35,17 @@ class TwiceOnOnePath(nn.Module):
         return torch.tanh(x @ self.w) @ self.w
 
 
+class OneLayerTwice(nn.Module):
+    """The same layer, bias and all, twice on one path: what it adds was broadcast over the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
 class TiedInside(nn.Module):
     """One weight in two layers, one of them transposed, and a scale of its own."""
 
@@ -121,9 +132,9 @@ class Recomputed(nn.Module):
         return activation_checkpoint(self.counted, torch.tanh(self.before(x)), extra)
 
 
-KINDS = [Plain, TwiceOnOnePath, TiedInside, MadeOfTwo, Mixed, Convolution, SomeFrozen, Unused]
+KINDS = [Plain, TwiceOnOnePath, OneLayerTwice, TiedInside, MadeOfTwo, Mixed, Convolution, SomeFrozen, Unused]
 KINDS += [lambda: Recomputed(Plain()), lambda: Recomputed(Mixed()), lambda: Recomputed(TiedInside())]
-NAMES = ["plain", "twice", "tied", "made", "mixed", "convolution", "frozen", "unused"]
+NAMES = ["plain", "twice", "layer-twice", "tied", "made", "mixed", "convolution", "frozen", "unused"]
 NAMES += ["recomputed-plain", "recomputed-mixed", "recomputed-tied"]
 
 
