@@ -184,6 +184,7 @@ def test_a_run_holds_what_the_table_says(place, capfd):
     table = README.split("### What a run directory holds")[1].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", table, re.MULTILINE))
     more = ("logging.tensorboard=true", "logging.profile=2:2", "evaluation.every=2", "run.directory=held")
+    more += ("logging.trace=true", "grid.pipeline=2", "model.num_layers=2")
     folder = run(["gridtron", "train", "train.steps=200", *more])
     assert {name.split("/")[0] for name in rows} == {entry.name for entry in folder.iterdir()}
     assert {entry.suffix for entry in (folder / "checkpoints" / "step-00000002").iterdir()} == {".safetensors", ".json"}

@@ -93,7 +93,7 @@ def make_loop(plan: Plan, grid: Grid, directory: Path, assembly: Any) -> Trainin
         evaluation=assembly.evaluation,
         evaluate_every=plan.evaluation.every,
         save_every=plan.checkpoint.every,
-        callbacks=make_callbacks(plan, grid),
+        callbacks=make_callbacks(plan, grid, assembly.engine),
         work=Work(assembly.flops_per_token, assembly.peak_flops, grid.world_size),
     )
 
@@ -109,7 +109,7 @@ def make_learning_rate(plan: Plan, grid: Grid) -> Callable[[int], float]:
     return lambda step: learning_rate(step, plan.lr_schedule, base, steps)
 
 
-def make_callbacks(plan: Plan, grid: Grid) -> Callbacks:
+def make_callbacks(plan: Plan, grid: Grid, engine: Any = None) -> Callbacks:
     """The callbacks that the plan asks for, then those of plugins."""
     from gridtron.core.training.callbacks import (
         Callbacks,
@@ -130,6 +130,11 @@ def make_callbacks(plan: Plan, grid: Grid) -> Callbacks:
     if plan.logging.profile:
         first, last = plan.logging.profile.split(":")
         made.append(ProfilerWindow(int(first), int(last)))
+    if plan.logging.trace and grid.pipeline.size > 1:
+        from gridtron.tools.pipeline_trace import PipelineTrace
+
+        final = min(plan.train.steps, plan.train.stop_after or plan.train.steps)
+        made.append(PipelineTrace(engine.microbatches, grid, final))
     if plan.callbacks:
         registry = _registry(plan)
         made += [registry.builder("callback", name)(config, grid) for name, config in plan.callbacks.items()]

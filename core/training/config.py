@@ -43,7 +43,8 @@ class LoggingConfig:
     tensorboard: bool = option(True, "write TensorBoard events to the run's tensorboard/")
     trace: bool = option(
         False,
-        "write each rank's real timeline as a Chrome trace and report the measured bubble beside the simulated one",
+        "write a step's real timeline, each pipeline rank's, as a Chrome trace to the run's trace/, and tell the "
+        "measured bubble beside the simulated one; no effect at grid.pipeline=1",
     )
     profile: str | None = option(
         None, "FIRST:LAST, the steps of a profiler window, written to the run's profile/; null: none"
