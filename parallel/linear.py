@@ -242,6 +242,7 @@ class _ColumnLinear(torch.autograd.Function):
         return grad_x, None, None, *grads
 
 
+@torch.no_grad()  # the second half runs outside of any backward pass
 def _finish_weights(x: Tensor, gathered: Axis, layers: list[tuple[Tensor, Tensor | None, Tensor]]) -> None:
     """The deferred half: gradients of (weight, bias) pairs from the input, gathered again over an axis, and that of
     the output as rows."""

@@ -121,7 +121,8 @@ class DataParallel(nn.Module):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # it is deferred: the layer gave autograd none, and calls the door later
+            return
         parameter.grad = None
         self.accumulate_gradient(parameter, gradient)
 

@@ -209,6 +209,7 @@ def _remember(arrived: dict[Node, Sequence[Tensor | None]], node: Node, gradient
     arrived[node] = tuple(gradients)
 
 
+@torch.no_grad()
 def _finish(
     graph: _Graph,
     running: set[Node],

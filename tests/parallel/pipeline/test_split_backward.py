@@ -176,6 +176,7 @@ def test_the_two_halves_are_the_whole(make, needs_input):
         if theirs.grad is None:
             assert ours.grad is None, name
         else:
+            assert ours.grad is not None and not ours.grad.requires_grad, name
             torch.testing.assert_close(
                 ours.grad, theirs.grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
             )
