@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from gridtron.parallel.pipeline.action import Action
 from gridtron.parallel.pipeline.build import build_schedule
+from gridtron.parallel.pipeline.csv_table import read_csv, write_csv
 from gridtron.parallel.pipeline.families.forward_only import forward_only
 
 # Functions named as their modules: imported here and now, for a module that is loaded later would take their names.
@@ -24,7 +25,9 @@ __all__ = [
     "build_schedule",
     "forward_only",
     "lower",
+    "read_csv",
     "simulate",
+    "write_csv",
 ]
 
 

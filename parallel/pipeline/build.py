@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gridtron.parallel.pipeline.families import gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from gridtron.parallel.pipeline.families import dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, zb_v, zero_bubble
 from gridtron.parallel.pipeline.families.family import Family
 from gridtron.parallel.pipeline.schedule import Schedule
 
@@ -17,6 +17,8 @@ FAMILIES = {
         interleaved_1f1b.FAMILY,
         zero_bubble.H1,
         zero_bubble.H2,
+        zb_v.FAMILY,
+        dualpipe_v.FAMILY,
     )
 }
 

@@ -33,6 +33,8 @@ def write_chrome_trace(rows: Iterable[tuple[int, Iterable[Spent]]], path: str | 
         path: of the file; replaced as a whole.
         microseconds: how many one unit of time is.
     """
+    from gridtron.core.checkpoint.layout import write_whole
+
     events: list[dict[str, Any]] = []
     for rank, spans in rows:
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
@@ -52,6 +54,4 @@ def write_chrome_trace(rows: Iterable[tuple[int, Iterable[Spent]]], path: str | 
                     "args": {"stage": action.stage, "microbatch": action.microbatch},
                 }
             )
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    part.replace(path)
+    write_whole(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
