@@ -64,14 +64,8 @@ def _read_table(path: str) -> Schedule | Violation:
     try:
         table = read_csv(Path(path))
         lower(table.validate()).validate()
-    except OSError as fault:
-        return Violation(
-            f"pipeline.schedule={path}: {fault.strerror}; give the file of a table, or a family, as in "
-            "pipeline.schedule=1f1b",
-            _KEYS,
-        )
     except ValueError as fault:
-        return Violation(f"pipeline.schedule={path}: {fault}", _KEYS)
+        return Violation(f"pipeline.schedule: {fault}", _KEYS)
     return table
 
 

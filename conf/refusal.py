@@ -21,4 +21,4 @@ def format_refusal(refusal: Refusal) -> str:
     """What the command prints: a heading and a line for each violation."""
     count = len(refusal.violations)
     heading = "refused, nothing was started:" if count == 1 else f"refused for {count} reasons, nothing was started:"
-    return "\n".join([f"gridtron: {heading}", *(f"  {line}" for line in refusal.violations)])
+    return "\n".join([f"gridtron: {heading}", *(f"  {line}".replace("\n", "\n  ") for line in refusal.violations)])

@@ -96,8 +96,8 @@ def build_schedule(plan: Plan, grid: Grid) -> Schedule | None:
         return None
     try:
         return plan_schedule(plan, grid.pipeline.size, grid.axis("data", "context").size)
-    except (OSError, ValueError) as fault:
-        raise JobError(f"pipeline.schedule={plan.pipeline.schedule}: {fault}", agreed=True) from None
+    except ValueError as fault:
+        raise JobError(f"pipeline.schedule: {fault}", agreed=True) from None
 
 
 def build_model(

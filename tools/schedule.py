@@ -139,8 +139,6 @@ def _by_name(options: ScheduleOptions) -> Subject:
         if ranks is None or microbatches is None:
             raise Refusal([f"name={options.name}: {' and '.join(missing)} must be given too"])
         schedule = build_schedule(options.name, ranks, microbatches, options.chunks)
-    except OSError as fault:
-        raise Refusal([f"name={options.name}: {fault.strerror}; give the file of a table, or a family"]) from None
     except Refusal:
         raise
     except ValueError as fault:

@@ -1,12 +1,15 @@
 """Rules across groups, one by one: pure functions of a plan and of what surrounds it."""
 
 import dataclasses
+import re
 
 import pytest
 
 from gridtron.conf.rules import Surroundings, check_rules, folder_fault, needed_processes
 from gridtron.conf.schema import Plan
 from gridtron.models.config import GPTConfig
+from gridtron.parallel.pipeline.build import FAMILIES, build_schedule
+from gridtron.parallel.pipeline.csv_table import write_csv
 
 FINE = {"data_fault": lambda config: None, "folder_fault": lambda folder: None}
 SMALL = {"model.num_layers": 2, "model.hidden_size": 64, "model.num_attention_heads": 8, "model.vocab_size": 256}
@@ -37,6 +40,7 @@ def test_a_right_plan_breaks_no_rule():
         ({}, None, 1),
         ({"grid__tensor": 2}, None, 2),
         ({"grid__tensor": 2, "grid__data": 3}, None, 6),
+        ({"grid__tensor": 2, "grid__pipeline": 4}, None, 8),
         ({"grid__tensor": -1, "grid__data": 3}, None, 3),
         ({"grid__tensor": 2, "launch__processes": 8}, None, 8),
         ({"grid__tensor": 2}, 4, 4),
@@ -82,9 +86,14 @@ def test_zero_is_no_size(axis):
     assert f"grid.{axis}=0: must be at least 1" in messages(plan(**{f"grid__{axis}": 0}))[0]
 
 
-def test_pipeline_left_over_is_not_built():
-    found = messages(plan(grid__pipeline=-1, grid__data=1), launched=2)
-    assert found and "pipeline parallelism is not built yet" in found[0]
+def test_pipeline_left_over():
+    assert messages(plan(grid__pipeline=-1, grid__data=1), launched=2) == []
+    assert "over 3 stages" in messages(plan(grid__pipeline=-1, grid__data=1), launched=3)[0]
+
+
+def test_context_is_not_built():
+    found = messages(plan(grid__context=-1, grid__data=1), launched=2)
+    assert found and "context parallelism is not built yet" in found[0]
 
 
 def test_order_names_each_axis():
@@ -128,6 +137,74 @@ def test_own_rules_of_the_shape():
 def test_a_users_own_model_has_its_own_rules():
     built = dataclasses.replace(plan(grid__tensor=16), model=GPTConfig(build="mine:build", num_attention_heads=7))
     assert messages(built) == []
+
+
+# ---------------------------------------------------------------- pipeline
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pipeline__schedule": "zb_h"}, "pipeline.schedule='zb_h': it is one of .*; nearest: zb_h[12]"),
+        ({"pipeline__schedule": "1F1B"}, "pipeline.schedule='1F1B': .*nearest: 1f1b"),
+        ({"pipeline__chunks": 2}, "pipeline.chunks=2 with the schedule 1f1b.*nearest: pipeline.chunks=1"),
+        ({"pipeline__schedule": "zb_v", "pipeline__chunks": 1}, "nearest: pipeline.chunks=2"),
+        ({"pipeline__schedule": "dualpipe_v", "pipeline__chunks": 3}, "nearest: pipeline.chunks=2"),
+        (
+            {"grid__pipeline": 3},
+            r"model.num_layers=2 over 3 stages \(grid.pipeline=3, 1 a rank in 1f1b\).*"
+            "nearest: model.num_layers=3, grid.pipeline=2$",
+        ),
+        (
+            {"grid__pipeline": 2, "pipeline__schedule": "interleaved_1f1b"},
+            "model.num_layers=2 over 4 stages.*model.num_layers=4, grid.pipeline=1, pipeline.chunks=1$",
+        ),
+        ({"grid__pipeline": 2, "pipeline__schedule": "zb_v"}, "model.num_layers=4, grid.pipeline=1$"),
+        (
+            {"grid__pipeline": 2, "pipeline__layers_per_stage": [2]},
+            r"pipeline.layers_per_stage=\[2\] has 1 counts and there are 2 stages",
+        ),
+        (
+            {"grid__pipeline": 2, "pipeline__layers_per_stage": [2, 1]},
+            r"is 3 layers in sum and model.num_layers=2; nearest: \[1,1\]",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit(changes, words):
+    (found,) = messages(plan(**changes))
+    assert re.search(words, found), found
+
+
+@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 2), (2, 2), (4, 6), (4, 64)])
+def test_schedules_that_fit(schedule, ranks, batch):
+    """Also with fewer microbatches than ranks; and a family is no fault where there is no pipeline."""
+    stages = len(build_schedule(schedule, ranks, 1).placement)
+    shape = {"model__num_layers": stages, "train__global_batch_size": batch}
+    assert messages(plan(grid__pipeline=ranks, pipeline__schedule=schedule, **shape)) == []
+    counts = plan(grid__pipeline=ranks, pipeline__schedule=schedule, pipeline__layers_per_stage=[1] * stages, **shape)
+    assert messages(counts) == []
+
+
+def test_a_table_from_a_file(tmp_path):
+    """Its ranks, microbatches and stages are those of the run; all that differs is told at once."""
+    file = tmp_path / "mine, and yours.csv"
+    write_csv(build_schedule("1f1b", 2, 4), file)
+    fitting = {"grid__pipeline": 2, "pipeline__schedule": str(file), "train__global_batch_size": 8}
+    assert messages(plan(**fitting)) == []
+    assert messages(plan(**fitting, pipeline__layers_per_stage=[1, 1], pipeline__chunks=1)) == []
+    ranks, batch = messages(plan(**fitting | {"grid__pipeline": 4, "train__global_batch_size": 6}))
+    assert ranks.startswith("grid.pipeline=4: ") and ranks.endswith("nearest: grid.pipeline=2")
+    assert "6: 3 microbatches of train.micro_batch_size=2 on data=1" in batch and batch.endswith("batch_size=8")
+    assert "is a table for 2 ranks" in messages(plan(**fitting | {"grid__pipeline": 1}))[0]
+    assert messages(plan(**fitting, pipeline__chunks=2))[0].endswith("nearest: pipeline.chunks=null")
+    assert messages(plan(**fitting, pipeline__layers_per_stage=[2]))[0].startswith("pipeline.layers_per_stage=[2] has")
+    (missing,) = messages(plan(**fitting | {"pipeline__schedule": str(tmp_path / "none.csv")}))
+    assert missing.startswith("pipeline.schedule: ") and "none.csv cannot be read: No such file or directory" in missing
+    (tmp_path / "folder.csv").mkdir()
+    (folder,) = messages(plan(**fitting | {"pipeline__schedule": str(tmp_path / "folder.csv")}))
+    assert "Is a directory" in folder
+    file.write_text("0F0,0F1\n1B0,nonsense\n")
+    (broken,) = messages(plan(**fitting))
+    assert broken.startswith("pipeline.schedule: ") and str(file) in broken and broken.count("\n") < 10
 
 
 # ---------------------------------------------------------------- sequence

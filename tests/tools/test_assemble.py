@@ -33,7 +33,7 @@ def test_stages_of_a_users_own_model():
 def test_a_schedules_file_that_changed(tmp_path):
     plan = compose(["model=tiny", "grid.pipeline=2", "launch.processes=2"])
     plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, schedule=str(tmp_path / "gone.csv")))
-    with pytest.raises(JobError, match=r"pipeline.schedule=.*gone\.csv: .*No such file"):
+    with pytest.raises(JobError, match=r"pipeline.schedule: .*gone\.csv cannot be read: No such file"):
         assemble.build_schedule(plan, Grid.layout(2, pipeline=2))
     assert assemble.build_schedule(plan, Grid.layout(1)) is None
 

@@ -137,7 +137,7 @@ def test_a_table_from_a_file(tmp_path, capsys):
         (["name=1f1b", "ranks=2", "microbatches=2", "svg=a.pdf", "png=b"], "nearest: a.svg\n  png=b: the file's name"),
         (["name=1f1b", "ranks=2", "microbatches=2", "svg=/none/a.svg"], "svg=/none/a.svg: No such file or directory"),
         (["name=1f1b", "ranks=2", "microbatches=2", "directory=/dev/null/x"], "directory=/dev/null/x: Not a directory"),
-        (["name=none.csv"], "name=none.csv: No such file or directory"),
+        (["name=none.csv"], "the schedule none.csv cannot be read: No such file or directory"),
         (["experiment=first_run", "ranks=2"], "ranks=: the plan says it; set grid.pipeline instead"),
         (["experiment=first_run", "forward=2"], "forward=: the plan's stages cost what their layers do"),
         (["experiment=first_run", "grid.pipline=2"], "nearest: grid.pipeline"),
