@@ -32,7 +32,7 @@ _INK, _QUIET, _LINE, _IDLE = (34, 34, 40), (110, 112, 122), (222, 224, 230), (24
 _WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
 
 _MARGIN, _HEAD, _FOOT = 24.0, 84.0, 44.0
-_NARROWEST, _WIDEST = 1100.0, 2600.0
+_NARROWEST, _WIDEST = 1100.0, 5200.0
 """Pixels: bounds of the width of the time axis."""
 _MOST_HINTS = 20_000
 """Actions up to which an SVG tells each by a hint under the pointer: beyond, the file would be slow to open."""

@@ -13,7 +13,7 @@ from pathlib import Path
 Colour = tuple[int, int, int]
 """Red, green, blue from 0 to 255."""
 
-_LARGEST_PNG = 6000
+_LARGEST_PNG = 11_200
 """Pixels a side, up to which a PNG is drawn at twice the size for sharp screens."""
 
 
@@ -61,9 +61,7 @@ class Picture:
         path = Path(path)
         ending = path.suffix.lower()
         if ending not in (".svg", ".png"):
-            raise ValueError(
-                f"{path}: a picture is written as .svg or .png; nearest: {path.with_suffix('.svg').name}"
-            )
+            raise ValueError(f"{path}: a picture is written as .svg or .png; nearest: {path.with_suffix('.svg').name}")
         part = path.with_name(f"{path.name}.part")
         try:
             if ending == ".svg":
