@@ -74,6 +74,12 @@ def _schedule(path: str | Path, rows: list[list[Action]], holder: dict[int, int]
         raise ValueError(f"the schedule {path} is empty; it has one row a rank, with cells as 2F0")
     stages = max(action.stage for action in actions) + 1
     microbatches = max(action.microbatch for action in actions) + 1
+    for stage in range(stages):
+        if stage not in holder:
+            raise ValueError(
+                f"the schedule {path} names stages to {stages - 1} and has no forward pass of stage {stage}; add {stage}F0"
+            )
+    # Before anything is made as large as a number in the file says.
     if stages * microbatches > len(actions):
         named = {(action.stage, action.microbatch) for action in actions if action.kind == "F"}
         stage, number = next(
@@ -82,12 +88,9 @@ def _schedule(path: str | Path, rows: list[list[Action]], holder: dict[int, int]
             if divmod(code, microbatches) not in named
         )
         raise ValueError(
-            f"the schedule {path} names stages to {stages - 1} and microbatches to {microbatches - 1}, but has no cell "
-            f"{stage}F{number}; both are counted from 0 without gaps"
+            f"the schedule {path} names microbatches to {microbatches - 1}, but has no cell {stage}F{number}; they are "
+            "counted from 0 without gaps"
         )
-    for stage in range(stages):
-        if stage not in holder:
-            raise ValueError(f"the schedule {path} has no forward pass of stage {stage}; add cells as {stage}F0")
     for rank, row in enumerate(rows):
         if not row:
             raise ValueError(f"row {rank + 1} of {path} has no action; every rank holds a stage, so leave the row out")
@@ -106,5 +109,8 @@ def _actions(cell: str, where: str) -> list[Action]:
     pair = _OVERLAPPED.fullmatch(cell)
     try:
         return [Action.parse(part) for part in (pair.groups() if pair else (cell,))]
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    except ValueError:
+        shown = cell if len(cell) <= 40 else f"{cell[:40]}..."
+        raise ValueError(
+            f"{shown!r} in {where} is no action; one reads as 2F0: stage, F, B, I or W, microbatch"
+        ) from None
