@@ -48,8 +48,10 @@ class Section:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_sections(options: BenchOptions, sections: Sequence[Section], peers: Sequence[str]) -> int:
-    """Runs the sections, prints the tables, writes ``options.out``; the exit code of the first that fails."""
+def run_sections(
+    options: BenchOptions, sections: Sequence[Section], peers: Sequence[str], more: Mapping[str, Any] | None = None
+) -> int:
+    """Runs the sections, prints the tables, writes ``options.out`` with ``more``; the first failing exit code."""
     missing = [name for name in peers if not found(name, options.peers)]
     for name in missing:
         print(f"missing: {name} (make peers installs it); the others run without it")
@@ -63,7 +65,7 @@ def run_sections(options: BenchOptions, sections: Sequence[Section], peers: Sequ
             records.append(json.loads(Path(result.name).read_text(encoding="utf-8")))
         _show(records[-1])
     if options.out:
-        figures = {"environment": describe_environment(), "missing": missing, "sections": records}
+        figures = {"environment": describe_environment(), "missing": missing, "sections": records, **(more or {})}
         Path(options.out).expanduser().write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
