@@ -77,7 +77,7 @@ def _schedule(path: str | Path, rows: list[list[Action]], holder: dict[int, int]
     for stage in range(stages):
         if stage not in holder:
             raise ValueError(
-                f"the schedule {path} names stages to {stages - 1} and has no forward pass of stage {stage}; add {stage}F0"
+                f"the schedule {path} names stages to {stages - 1} and has no forward of stage {stage}; add {stage}F0"
             )
     # Before anything is made as large as a number in the file says.
     if stages * microbatches > len(actions):

@@ -28,6 +28,7 @@ def prove_schedule(schedule: Schedule) -> None:
     if not progress.stuck:
         return
     cycle = find_cycle(steps, progress)
+    assert cycle, "everything is given somewhere, so who is stuck is in a circle or waits for one"
     rows = schedule.actions
     bad = [(rank, step) for rank, step, _ in cycle]
     giver = {event: (rank, step) for rank, row in enumerate(steps.gives) for step, event in enumerate(row)}
@@ -139,24 +140,35 @@ def prove_program(program: Program) -> None:
     _check_computations(program)
     transfers = _Transfers(program)
     transfers.check()
-    _check_pairs(program, transfers.number)
+    _check_pairs(program)
     steps = _program_steps(program, transfers.number, 2 * len(transfers.computed))
     progress = follow(steps, [[0.0] * len(row) for row in program.instructions])
     if not progress.stuck:
         return
     rows = program.instructions
     cycle = find_cycle(steps, progress)
-    parts = [f"rank {rank} waits in '{rows[rank][step]}'" for rank, step, _ in cycle]
+    parts = [f"rank {rank} in '{rows[rank][step]}' (step {step})" for rank, step, _ in cycle]
     around = f"; and {len(parts) - 4} more" if len(parts) > 4 else ""
     raise refusal(
-        f"deadlock in {program.schedule.name}: {' for '.join(parts[:4])}{around} for rank {cycle[0][0]}. "
+        f"deadlock in {program.schedule.name}: {' waits for '.join(parts[:4])}{around} waits for rank {cycle[0][0]}. "
         "Post a receive of the circle before the send that blocks",
-        rows,
+        _texts(program),
         [(rank, step) for rank, step, _ in cycle],
     )
 
 
+def _texts(program: Program) -> list[list[str]]:
+    """Instructions for the grid; whether a transfer is an activation is to be seen from F or B."""
+    return [
+        [str(item).replace("activation ", "").replace("gradient ", "") for item in row] for row in program.instructions
+    ]
+
+
 def _check_computations(program: Program) -> None:
+    if len(program.instructions) != program.schedule.ranks:
+        raise ValueError(
+            f"a program for {len(program.instructions)} ranks and a schedule for {program.schedule.ranks}; lower it"
+        )
     for rank, (row, instructions) in enumerate(zip(program.schedule.actions, program.instructions, strict=True)):
         computed = [item.subject for item in instructions if item.operation == "compute"]
         for step, (action, subject) in enumerate(zip(row, computed, strict=False)):
@@ -177,7 +189,7 @@ class _Transfers:
     microbatches + microbatch), one more for a gradient; that of the action which computes it is the same."""
 
     def __init__(self, program: Program):
-        self.schedule, self.rows = program.schedule, program.instructions
+        self.program, self.schedule, self.rows = program, program.schedule, program.instructions
         self.count, self.last = self.schedule.microbatches, self.schedule.num_stages - 1
         total = 2 * self.count * self.schedule.num_stages
         self.computed, self.waited = bytearray(total), bytearray(total)
@@ -204,7 +216,7 @@ class _Transfers:
 
     def _fail(self, what: str, rank: int, step: int) -> ValueError:
         where = f"rank {rank}, instruction {step} of the program of {self.schedule.name}"
-        return refusal(f"{where}: {what}", self.rows, [(rank, step)])
+        return refusal(f"{where}: {what}", _texts(self.program), [(rank, step)])
 
     def _compute(self, action: Any, rank: int) -> str:
         if action.kind == "W":
@@ -258,7 +270,7 @@ class _Transfers:
         return ""
 
 
-def _check_pairs(program: Program, number: Callable[[Transfer], int]) -> None:
+def _check_pairs(program: Program) -> None:
     """Both ranks of each pair post the same transfers in the same order."""
     posts: dict[tuple[int, int], list[Cell]] = {}
     for rank, row in enumerate(program.instructions):
@@ -276,7 +288,7 @@ def _check_pairs(program: Program, number: Callable[[Transfer], int]) -> None:
                     f"ranks {rank} and {other} post their transfers in different orders in the program of "
                     f"{program.schedule.name}: where rank {rank} has '{mine}', rank {other} has '{yours}'; "
                     "give both ranks one order",
-                    rows,
+                    _texts(program),
                     [here, there],
                 )
 
