@@ -130,9 +130,10 @@ def prove_program(program: Program) -> None:
 
     Each output that a stage on another rank needs is sent once, after it was computed; its receive is posted once and
     waited for once, after the post and before the use; both ranks of a pair post all their transfers in one order; and
-    everything ends when a send blocks its rank until the receive is posted. That holds too where sends do not block and
-    where the transfers of a pair are carried out one after another: then the first transfer of a pair that is not
-    finished has been posted on both sides, or will be by ranks that wait for nothing later.
+    everything ends when a send blocks its rank until the receive is posted. It then ends where sends do not block and
+    the transfers of a pair are carried out one after another, too (NCCL): take the order in which the blocking run
+    posts. Whatever a wait needs, and all that precedes it on its pair, stands before the wait in that order on both
+    ranks, so nothing in it is ever waited for in vain.
 
     Raises:
         ValueError: what is wrong and what to change, over the grid with the bad cell marked; for a deadlock the cycle.

@@ -3,6 +3,8 @@
 import ast
 import csv
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -251,6 +253,16 @@ def test_no_schedule_sends_a_tensor():
             assert not any(word in words for word in ("send", "recv", "receive", "transfer", "torch")), (
                 f"{path}: {words}"
             )
+
+
+def test_schedules_do_without_torch():
+    code = (
+        "import sys; from gridtron.parallel.pipeline import build_schedule, lower, simulate, write_csv; "
+        "simulate(lower(build_schedule('zb_v', 2, 3).validate()).validate().schedule); "
+        "print(sorted({'torch', 'numpy', 'matplotlib', 'rich'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
 
 
 def test_a_family_is_as_short_as_contributing_says():
