@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from gridtron.parallel.pipeline.action import Action
 from gridtron.parallel.pipeline.schedule import Schedule
@@ -64,6 +65,16 @@ class Program:
 
     schedule: Schedule
     instructions: tuple[tuple[Instruction, ...], ...]
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every transfer once, in an order that all ranks share."""
+        return tuple(
+            item.subject
+            for instructions in self.instructions
+            for item in instructions
+            if item.operation == "send" and isinstance(item.subject, Transfer)
+        )
 
     def validate(self) -> Program:
         """Proves that it ends when every send blocks until its receive is posted. Returns itself.

@@ -17,7 +17,7 @@ from gridtron.parallel.pipeline.call import Call, Forward, Loss
 from gridtron.parallel.pipeline.channel import Channel, Spec, greet, signature
 from gridtron.parallel.pipeline.families.forward_only import forward_only
 from gridtron.parallel.pipeline.lower import lower
-from gridtron.parallel.pipeline.program import Program, Transfer
+from gridtron.parallel.pipeline.program import Program
 from gridtron.parallel.pipeline.schedule import Schedule
 from gridtron.parallel.pipeline.trace import Trace
 
@@ -73,8 +73,8 @@ class PipelineRunner:
         self.channel = Channel(self.axis, self._host, self.device)
         self._evaluations: dict[int, Program] = {}
         if self.axis.size > 1:
-            transfers = {item for program in (self.program,) for item in _transfers(program)}
-            greet(self.axis, [*{(min(t.source, t.target), max(t.source, t.target)) for t in transfers}], self.device)
+            pairs = {(min(t.source, t.target), max(t.source, t.target)) for t in self.program.transfers}
+            greet(self.axis, sorted(pairs), self.device)
 
     def _check_place(self) -> None:
         schedule, axis = self.schedule, self.axis
@@ -122,20 +122,20 @@ class PipelineRunner:
             ValueError: on every rank: another number of microbatches than the schedule's.
         """
         count = self.schedule.microbatches
-        given = self._agree(inputs, targets)
+        *given, signatures = self._agree(inputs, targets, count, train=True)
         if any(number != count for number in given):
             raise ValueError(
                 f"{given[0]} inputs and {given[1]} targets for a schedule of microbatches={count}: give {count} of "
                 f"each, or build the schedule with microbatches={given[0]}"
             )
-        return self._run(self.program, inputs, targets, divisor, train=True)
+        return self._run(self.program, inputs, targets, divisor, signatures)
 
     @torch.no_grad()
     def evaluate(
         self, inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None, divisor: Any = None
     ) -> Tensor:
         """The same total without a backward pass, for any number of microbatches; modules stay in their mode."""
-        count, other = self._agree(inputs, targets)
+        count, other, _ = self._agree(inputs, targets, 0, train=False)
         if count != other:
             raise ValueError(f"{count} inputs and {other} targets: give equally many")
         if count == 0:
@@ -143,43 +143,41 @@ class PipelineRunner:
         if count not in self._evaluations:
             schedule = forward_only(self.schedule.placement, count, self.schedule.ranks)
             self._evaluations[count] = lower(schedule.validate()).validate()
-        return self._run(self._evaluations[count], inputs, targets, divisor, train=False)
+        _, _, signatures = self._agree(inputs, targets, count, train=False)
+        return self._run(self._evaluations[count], inputs, targets, divisor, signatures)
 
-    def _agree(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> tuple[int, int]:
-        """Numbers of inputs and targets, known to every rank from those that read them."""
-        first, last = len(inputs or ()), len(targets or ())
-        if targets is None and self.loss is None:
-            last = -1
-        counts = torch.tensor([first if self.is_first else 0, last if self.is_last else 0])
-        first, last = all_reduce(counts, self._host).tolist()
-        return first, first if last == -1 else last
+    def _agree(
+        self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None, count: int, train: bool
+    ) -> tuple[int, int, list[int]]:
+        """Numbers of inputs and targets and, of ``count`` microbatches, the signatures of the inputs: known to every
+        rank from those that read them, by one reduction."""
+        told = torch.zeros(2 + count, dtype=torch.int64)
+        if self.is_first:
+            told[0] = len(inputs or ())
+            for number, item in enumerate((inputs or ())[:count] if self.axis.size > 1 else ()):
+                told[2 + number] = signature((train, _specs_of(item)))
+        if self.is_last:
+            told[1] = -1 if targets is None and self.loss is None else len(targets or ())
+        first, last, *signatures = all_reduce(told, self._host).tolist()
+        return first, first if last == -1 else last, signatures
 
     def _run(
-        self, program: Program, inputs: Sequence[Any] | None, targets: Sequence[Any] | None, divisor: Any, train: bool
+        self,
+        program: Program,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        divisor: Any,
+        signatures: list[int],
     ) -> Tensor:
-        signatures = torch.zeros(program.schedule.microbatches, dtype=torch.int64)
-        if self.is_first and self.axis.size > 1:
-            assert inputs is not None
-            signatures += torch.tensor([signature((train, _specs_of(item))) for item in inputs])
-        self.channel.begin(all_reduce(signatures, self._host).tolist(), _transfers(program))
-        call = Call(self, program, inputs, targets, 1 if divisor is None else divisor, train)
-        total = call.run()
+        self.channel.begin(signatures, program.transfers)
+        train = not program.schedule.forward_only
+        total = Call(self, program, inputs, targets, 1 if divisor is None else divisor, train).run()
         self.channel.finish()
         return all_reduce(total, self.axis)
 
 
 def _call_module(stage: int, module: nn.Module, tensors: Sequence[Tensor], microbatch: int) -> Any:
     return module(*tensors)
-
-
-def _transfers(program: Program) -> list[Transfer]:
-    """Every transfer once, in an order that all ranks share."""
-    return [
-        item.subject
-        for instructions in program.instructions
-        for item in instructions
-        if item.operation == "send" and isinstance(item.subject, Transfer)
-    ]
 
 
 def _specs_of(value: Any) -> Any:
