@@ -42,7 +42,7 @@ class Deferral:
 
     def __init__(self) -> None:
         self.active = False
-        self.able: set[nn.Parameter] = set()
+        self.able: set[Tensor] = set()
         self._work: list[Work] = []
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -29,7 +29,7 @@ class RecomputeConfig:
         "what is recomputed: nothing, the attention core, or whole layers",
         choices=("none", "selective", "full"),
     )
-    layers: int | None = option(None, "full: only the first so many layers; null: all", minimum=0)
+    layers: int | None = option(None, "full: only the first so many layers of each stage; null: all", minimum=0)
 
 
 def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str = "full") -> Any:

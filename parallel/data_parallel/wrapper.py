@@ -83,7 +83,7 @@ class DataParallel(nn.Module):
         for parameter in self._place:
             parameter.register_hook(self._before_gradient)
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            parameter.gradient_door = self.accumulate_gradient
+            parameter.gradient_door = self.accumulate_gradient  # type: ignore[attr-defined]
         self._reducing = True
         self._set_grad = set_grad
         self._finished = False

@@ -5,6 +5,7 @@ Its attention is unfused here (baddbmm and softmax), where this GPT and torch's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,30 +74,11 @@ def megatron(
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor, pipeline, chunks if chunks > 1 else None)
     model_parallel_cuda_manual_seed(shape.seed)
-    parts = _models(shape, tensor, sequence_parallel, pipeline, chunks)
-    tensor_rank, rank = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-    )
-    each = shape.layers // (pipeline * chunks)
-    for chunk, model in enumerate(parts):
-        _load(model, shape, tensor_rank, tensor, (chunk * pipeline + rank) * each)
+    parts = _loaded_models(shape, tensor, sequence_parallel, pipeline, chunks)
     parameters = [parameter for model in parts for parameter in model.parameters()]
     optimizer = adamw(parameters, shape)
     partial = [p for p in parameters if getattr(p, "sequence_parallel", False)] if sequence_parallel else []
-    mask = torch.triu(torch.ones(shape.sequence, shape.sequence, dtype=torch.bool), 1)[None, None]
-    positions = torch.arange(shape.sequence)[None]
-    forward_backward = get_forward_backward_func()
-
-    def forward_step(batches: Any, chunk: Any) -> Any:
-        tokens, targets = next(batches)
-        out = chunk(tokens, positions.expand(tokens.shape[0], -1), mask, labels=targets)
-
-        def loss_of(losses: Tensor) -> Any:
-            loss = losses.float().mean()
-            return loss, {"loss": loss.detach().clone()}
-
-        return out, loss_of
+    forward_step, forward_backward = _forward_step(shape), get_forward_backward_func()
 
     def step(index: int) -> float:
         tokens, targets = tokens_of(shape, index)
@@ -120,6 +102,34 @@ def megatron(
 
     name = "Megatron-core" + (" sequence" if sequence_parallel else "") + (" interleaved" if chunks > 1 else "")
     return Contender(name, step, share_from(dist.get_world_size() - 1) if pipeline > 1 else float)
+
+
+def _forward_step(shape: Shape) -> Callable[[Any, Any], Any]:
+    mask = torch.triu(torch.ones(shape.sequence, shape.sequence, dtype=torch.bool), 1)[None, None]
+    positions = torch.arange(shape.sequence)[None]
+
+    def loss_of(losses: Tensor) -> Any:
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    def forward_step(batches: Any, chunk: Any) -> Any:
+        tokens, targets = next(batches)
+        return chunk(tokens, positions.expand(tokens.shape[0], -1), mask, labels=targets), loss_of
+
+    return forward_step
+
+
+def _loaded_models(shape: Shape, tensor: int, sequence_parallel: bool, pipeline: int, chunks: int) -> list[Any]:
+    """This rank's chunks of layers, with the plain module's weights."""
+    from megatron.core import parallel_state
+
+    parts = _models(shape, tensor, sequence_parallel, pipeline, chunks)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    each = shape.layers // (pipeline * chunks)
+    for chunk, model in enumerate(parts):
+        first_layer = (chunk * pipeline + rank) * each
+        _load(model, shape, parallel_state.get_tensor_model_parallel_rank(), tensor, first_layer)
+    return parts
 
 
 def _models(shape: Shape, tensor: int, sequence_parallel: bool, pipeline: int, chunks: int) -> list[Any]:

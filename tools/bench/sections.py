@@ -98,7 +98,8 @@ def _run_section(launcher: Launcher, section: Section, pairs: int, warmup: int, 
     if launcher.world_size == 1:  # Megatron-core wants torch.distributed in one process too
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     shape = SHAPES[section.shape]
-    with Grid.create(launcher=launcher, device="cpu", **{section.axis: -1}) as grid:
+    sizes: dict[str, Any] = {section.axis: -1}
+    with Grid.create(launcher=launcher, device="cpu", **sizes) as grid:
         contenders = [make() for make in section.makers(shape, grid, peers, section.settings)]
         with _Progress(section.title, warmup + pairs, grid.rank == 0) as advance:
             seconds, losses = alternate(contenders, pairs, warmup, lambda: barrier(grid.axis(section.axis)), advance)

@@ -18,7 +18,7 @@ def forward_only(placement: Schedule | Sequence[int], microbatches: int, ranks: 
         ranks: default: up to the highest of ``placement``.
     """
     if isinstance(placement, Schedule):
-        placement, ranks = placement.placement, placement.ranks
+        ranks, placement = placement.ranks, placement.placement
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches} of a forward pass: there is at least one; nearest: 1")
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1 if ranks is None else ranks)]
