@@ -90,10 +90,8 @@ def _places(
         after[source, step] = transfer
         waits[target, steps[target][forward, number]] = transfer
         earliest[source, target] = step + 1
+        # So the receive of a gradient, too, stands behind the forward pass that it answers and has the shape of.
         lowest = earliest.get((target, source), 0)
-        if not forward:
-            # What arrives has the shape of what this stage gave.
-            lowest = max(lowest, steps[target][True, number] + 1)
         place = max(bisect_left(ends[target], time) - ahead, lowest)
         earliest[target, source] = place
         before[target].setdefault(place, []).append(transfer)
