@@ -24,16 +24,15 @@ def lower(schedule: Schedule, ahead: int = 1) -> Program:
     A buffer is held from the post, so receives are not posted any earlier. A wait stands right before the action.
 
     Args:
-        schedule: a table that can be followed.
+        schedule: a table that can be followed; that is proven first.
         ahead: how many actions earlier than needed a receive is posted where it can be.
 
     Raises:
-        ValueError: a table that cannot be followed.
+        ValueError: what :func:`prove_schedule` refuses.
     """
+    prove_schedule(schedule)
     durations = [[_UNITS[action.kind] for action in row] for row in schedule.actions]
     ends = follow(steps_of(schedule), durations).ends
-    if any(len(reached) < len(row) for reached, row in zip(ends, schedule.actions, strict=True)):
-        prove_schedule(schedule)
     transfers = _transfers(schedule, ends)
     before, waits, after = _places(schedule, transfers, ends, ahead)
     programs = []

@@ -95,6 +95,7 @@ def simulate(
         >>> simulate(build_schedule("1f1b", ranks=4, microbatches=8), backward=2.0).bubble_fraction
         0.2727272727272727
     """
+    prove_schedule(schedule)
     stages = schedule.num_stages
     halves = [_per_stage(cost, stages, key) for key, cost in (("input_grad", input_grad), ("weight_grad", weight_grad))]
     whole = [i + w for i, w in zip(*halves, strict=True)]
@@ -110,8 +111,6 @@ def simulate(
     costs = {"F": _per_stage(forward, stages, "forward"), "I": halves[0], "W": halves[1], "B": whole}
     durations = [[costs[action.kind][action.stage] for action in row] for row in schedule.actions]
     progress = follow(steps_of(schedule), durations, send)
-    if progress.stuck or not all(schedule.actions):
-        prove_schedule(schedule)
     events = [
         tuple(map(Event, [rank] * len(row), row, progress.starts[rank], progress.ends[rank]))
         for rank, row in enumerate(schedule.actions)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gridtron.parallel.pipeline import Action, Schedule, build_schedule, lower
+from gridtron.parallel.pipeline import Action, Schedule, build_schedule, lower, simulate
 from gridtron.parallel.pipeline.build import FAMILIES
 from gridtron.parallel.pipeline.program import Transfer
 
@@ -164,6 +164,9 @@ def test_a_table_that_cannot_be_followed_is_refused():
     first, *rest = schedule.actions
     with pytest.raises(ValueError, match="stands before"):
         lower(replace(schedule, actions=(first[::-1], *rest)))
+    for use in (lower, simulate):
+        with pytest.raises(ValueError, match="0B1 is missing"):
+            use(replace(schedule, actions=(first[:-1], *rest)))
 
 
 @pytest.mark.slow
