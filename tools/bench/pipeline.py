@@ -34,6 +34,7 @@ def run(options: BenchOptions) -> int:
             makers,
             "pipeline",
             {"schedule": schedule, "microbatches": options.microbatches},
+            memory=True,
         )
         for shape in options.shapes
         for schedule in SCHEDULES

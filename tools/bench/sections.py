@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gridtron.core.launch import Launcher
 from gridtron.core.supervise import run_local
 from gridtron.tools.bench.environment import describe_environment
+from gridtron.tools.bench.memory import measure_memory
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
@@ -38,6 +39,7 @@ class Section:
         makers: a module's function: (shape, grid, peers' folder, settings) -> what makes each contender, ours first.
         axis: the axis of the grid that takes all ranks.
         settings: handed to ``makers``.
+        memory: measure the peak memory of each as well.
     """
 
     title: str
@@ -46,6 +48,7 @@ class Section:
     makers: Makers
     axis: str = "tensor"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    memory: bool = False
 
 
 def run_sections(
@@ -63,6 +66,10 @@ def run_sections(
             if code:
                 return code
             records.append(json.loads(Path(result.name).read_text(encoding="utf-8")))
+        if section.memory:
+            records[-1]["memory_bytes"], code = measure_memory(section, options.peers)
+            if code:
+                return code
         _show(records[-1])
     if options.out:
         figures = {"environment": describe_environment(), "missing": missing, "sections": records, **(more or {})}
@@ -150,7 +157,9 @@ def _show(record: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=record["title"], title_justify="left")
-    for column in ("", "seconds a step", "first loss", "last loss", "gridtron / it", "95% interval"):
+    memory = record.get("memory_bytes", {})
+    columns = ["", "seconds a step", "first loss", "last loss", "gridtron / it", "95% interval"]
+    for column in [*columns, *(["peak MB a rank"] if memory else [])]:
         table.add_column(column, justify="left" if not column else "right")
     ratios = {ratio["peer"]: ratio for ratio in record["ratios"]}
     for name, seconds in record["seconds"].items():
@@ -158,10 +167,10 @@ def _show(record: dict[str, Any]) -> None:
         cells = [name, f"{statistics.median(seconds):.3f}", f"{first:.4f}", f"{last:.4f}"]
         ratio = ratios.get(name)
         cells += [f"{ratio['median']:.3f}", f"{ratio['low']:.3f} to {ratio['high']:.3f}"] if ratio else ["", ""]
-        table.add_row(*cells)
+        table.add_row(*cells, *([f"{memory[name] / 2**20:.0f}"] if memory else []))
     console = Console()
     if not console.is_terminal:
-        console = Console(width=110)  # a log has no width of its own, and 80 would cut the names
+        console = Console(width=130)  # a log has no width of its own, and 80 would cut the names
     console.print(table)
     if any("Megatron" in name for name in record["seconds"]):
         console.print("Megatron-core's attention is unfused on a CPU; the others use torch's SDPA.")
