@@ -65,3 +65,47 @@ def test_a_small_run(tmp_path, capfd):
         assert section["equal_losses"] and section["ratios"][0]["peer"] == peer
         assert section["losses"][peer][0] == pytest.approx(sections[0]["losses"]["gridtron"][0], abs=1e-5)
     assert figures["environment"]["versions"]["torch"]
+
+
+def test_sleeping_stages_take_what_they_say():
+    """F, I and W sleep one unit each, whether the backward pass is split or not; no claim on the total."""
+    import time
+
+    import torch
+    from torch.autograd.graph import get_gradient_edge
+
+    from gridtron.parallel.gradient_door import Deferral
+    from gridtron.parallel.pipeline.split_backward import backward_input
+    from gridtron.tools.bench.sleeps import SECONDS, Sleep
+
+    stage, deferral = Sleep(), Deferral()
+    deferral.watch(stage.parameters())
+    x = torch.ones(1, requires_grad=True)
+    with deferral.splitting(True):
+        edge = get_gradient_edge(stage(x))
+    start = time.perf_counter()
+    found, work = backward_input([edge], [torch.ones(1)], [x], list(stage.parameters()), deferral)
+    between = time.perf_counter()
+    for finish in work:
+        finish()
+    assert found[0] is not None and len(work) == 1
+    assert between - start >= SECONDS and time.perf_counter() - between >= SECONDS
+    start = time.perf_counter()
+    stage(x).backward()
+    assert time.perf_counter() - start >= 3 * SECONDS
+
+
+def test_a_pipeline_section_of_the_tiny_shape(tmp_path):
+    """torch's pipelining and this runner give equal losses from equal weights."""
+    from gridtron.tools.bench.cli import BenchOptions
+    from gridtron.tools.bench.pipeline import makers
+    from gridtron.tools.bench.sections import Section, run_sections
+
+    out = tmp_path / "out.json"
+    options = BenchOptions(shape="tiny", pairs=4, warmup=0, ranks=2, peers=str(tmp_path), out=str(out))
+    settings = {"schedule": "1f1b", "microbatches": 2}
+    section = Section("tiny", "tiny", 2, makers, "pipeline", settings, memory=True)
+    assert run_sections(options, [section], ()) == 0
+    (record,) = json.loads(out.read_text(encoding="utf-8"))["sections"]
+    assert record["equal_losses"] and set(record["seconds"]) == {"gridtron 1f1b", "torch 1f1b"}
+    assert set(record["memory_bytes"]) == set(record["seconds"])
