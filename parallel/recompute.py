@@ -7,8 +7,8 @@ arXiv:2205.05198, section 5).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str 
     before = [module.calls for module in counters]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _counters_set_back(counters, before)
+        return nullcontext(), _CountersSetBack(counters, before)
 
     parameters = list({parameter: None for module in modules for parameter in module.parameters()})
     for parameter in parameters:
@@ -71,16 +71,23 @@ def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-@contextmanager
-def _counters_set_back(counters: list[Dropout], before: list[int]) -> Iterator[None]:
-    after = [module.calls for module in counters]
-    for module, calls in zip(counters, before, strict=True):
-        module.calls = calls
-    try:
-        yield
-    finally:
-        for module, calls in zip(counters, after, strict=True):
-            module.calls = calls
+class _CountersSetBack:
+    """The Dropout modules count as before the first run while a further one goes on; it may be entered again."""
+
+    def __init__(self, counters: list[Dropout], before: list[int]):
+        self.counters, self.before = counters, before
+        self.after: list[int] = []
+
+    def __enter__(self) -> None:
+        self.after = [module.calls for module in self.counters]
+        self._set(self.before)
+
+    def __exit__(self, *exception: object) -> None:
+        self._set(self.after)
+
+    def _set(self, calls: list[int]) -> None:
+        for module, number in zip(self.counters, calls, strict=True):
+            module.calls = number
 
 
 def _modules(function: Any, args: tuple[Any, ...] = ()) -> list[nn.Module]:
@@ -95,11 +102,16 @@ def _modules(function: Any, args: tuple[Any, ...] = ()) -> list[nn.Module]:
         elif isinstance(value, functools.partial):
             for inner in (value.func, *value.args, *value.keywords.values()):
                 look(inner)
+        elif isinstance(value, (tuple, list)):
+            for inner in value:
+                look(inner)
+        elif isinstance(value, Mapping):
+            look(list(value.values()))
         elif callable(value):
             if isinstance(getattr(value, "__self__", None), nn.Module):
                 look(value.__self__)
             for cell in getattr(value, "__closure__", None) or ():
-                if isinstance(cell.cell_contents, nn.Module):
+                if isinstance(cell.cell_contents, (nn.Module, tuple, list, Mapping)):
                     look(cell.cell_contents)
 
     for value in (function, *args):

@@ -23,6 +23,10 @@ FAMILIES = {
 }
 
 
+_MOST = 4_000_000
+"""Forward passes of a table: some ten times those of the largest runs known, and still minutes to prove."""
+
+
 def build_schedule(name: str | Family, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The table of a family, or that of a file.
 
@@ -53,6 +57,11 @@ Action(kind='F', stage=1, microbatch=1), Action(kind='B', stage=1, microbatch=1)
         raise ValueError(
             f"chunks={count} with the schedule {family.name}, which has {family.chunks} stages a rank; "
             f"nearest: chunks={family.chunks}"
+        )
+    if ranks * microbatches * count > _MOST:
+        raise ValueError(
+            f"ranks={ranks}, microbatches={microbatches} and chunks={count} make a table of "
+            f"{ranks * microbatches * count:,} forward passes; at most {_MOST:,} are built"
         )
     rows = family.rows(ranks, microbatches, count)
     return Schedule(family.name, microbatches, family.placement(ranks, count), tuple(map(tuple, rows)))

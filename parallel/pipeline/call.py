@@ -115,7 +115,8 @@ class Call:
             leaves, args = [], list(given) if isinstance(given, (tuple, list)) else [given]
         else:
             received = self.activations.pop((stage, microbatch))
-            leaves = args = [tensor.detach().requires_grad_(tensor.requires_grad and self.train) for tensor in received]
+            leaves = [tensor.detach().requires_grad_(tensor.requires_grad and self.train) for tensor in received]
+            args = [_Fresh.apply(tensor) if tensor.requires_grad else tensor for tensor in leaves]
         with runner.deferral.splitting((stage, microbatch) in self.split):
             output = runner.forward(stage, runner.stages[stage], args, microbatch)
             if stage == self.last:
@@ -182,6 +183,18 @@ class Call:
                 microbatch,
                 [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)],
             )
+
+
+class _Fresh(torch.autograd.Function):
+    """The same numbers as no leaf: a stage may begin with an operation in place, as it may in one process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _tensors_of(output: Any, stage: int) -> list[Tensor]:

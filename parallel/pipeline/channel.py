@@ -50,7 +50,8 @@ class Spec:
         return Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def __str__(self) -> str:
-        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        trained = "" if self.requires_grad else ", no gradient"
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}{trained}"
 
 
 Specs = tuple[Spec, ...]
@@ -88,7 +89,7 @@ class Channel:
         """Starts sending, and lets go of what has arrived meanwhile."""
         self._sends = [item for item in self._sends if not all(map(_is_done, item[0]))]
         specs = tuple(Spec.of(tensor) for tensor in tensors)
-        payload = [tensor.detach().contiguous() for tensor in tensors]
+        payload = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
         known = self._specs_of(transfer, specs)
         if known is None:
             tag = self._tags[transfer]
@@ -148,6 +149,11 @@ class Channel:
         self._learned[self._signatures[transfer.microbatch], transfer.stage] = specs
         tensors = [receive(torch.empty(spec.shape, dtype=spec.dtype)).to(self.device) for spec in specs]
         return _with_grad(tensors, specs)
+
+    def abandon(self) -> None:
+        """Forgets a call that failed; its neighbours fail too, unless this is the only rank."""
+        self._sends, self._receives = [], {}
+        self._learned.clear()
 
     def finish(self) -> None:
         """Waits for what is still on its way out."""

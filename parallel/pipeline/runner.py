@@ -28,6 +28,10 @@ class PipelineRunner:
     A stage is called with what the stage before gave (a tensor, or several as positional arguments), the first with a
     microbatch of ``inputs``. Gradients accumulate until they are zeroed, as after ``loss.backward()``.
 
+    The shapes that a stage gives must follow from those of its inputs. Where a schedule splits the backward pass, hooks
+    on parameters (``register_post_accumulate_grad_hook``) do not see the gradients that wait. With DataParallel run
+    :meth:`step` under its ``no_reduce()`` and call its ``finish_step()`` afterwards.
+
     Args:
         stages: {stage: module} of this rank.
         schedule: a Schedule; proven here, with the program that it is lowered to.
@@ -124,9 +128,10 @@ class PipelineRunner:
         count = self.schedule.microbatches
         *given, signatures = self._agree(inputs, targets, count, train=True)
         if any(number != count for number in given):
+            other = f", or build the schedule with microbatches={given[0]}" if given[0] not in (0, count) else ""
             raise ValueError(
                 f"{given[0]} inputs and {given[1]} targets for a schedule of microbatches={count}: give {count} of "
-                f"each, or build the schedule with microbatches={given[0]}"
+                f"each{other}"
             )
         return self._run(self.program, inputs, targets, divisor, signatures)
 
@@ -151,15 +156,18 @@ class PipelineRunner:
     ) -> tuple[int, int, list[int]]:
         """Numbers of inputs and targets and, of ``count`` microbatches, the signatures of the inputs: known to every
         rank from those that read them, by one reduction."""
-        told = torch.zeros(2 + count, dtype=torch.int64)
+        told = torch.zeros(3 + count, dtype=torch.int64)
         if self.is_first:
             told[0] = len(inputs or ())
             for number, item in enumerate((inputs or ())[:count] if self.axis.size > 1 else ()):
-                told[2 + number] = signature((train, _specs_of(item)))
+                told[3 + number] = signature((train, _specs_of(item)))
         if self.is_last:
             told[1] = -1 if targets is None and self.loss is None else len(targets or ())
-        first, last, *signatures = all_reduce(told, self._host).tolist()
-        return first, first if last == -1 else last, signatures
+        # What is trained may change between steps, and with it which tensors carry a gradient.
+        trained = tuple(item.requires_grad for module in self.stages.values() for item in module.parameters())
+        told[2] = signature((self.axis.rank, trained, torch.is_autocast_enabled(self.device.type))) >> 32
+        first, last, state, *signatures = all_reduce(told, self._host).tolist()
+        return first, first if last == -1 else last, [number ^ state for number in signatures]
 
     def _run(
         self,
@@ -171,7 +179,12 @@ class PipelineRunner:
     ) -> Tensor:
         self.channel.begin(signatures, program.transfers)
         train = not program.schedule.forward_only
-        total = Call(self, program, inputs, targets, 1 if divisor is None else divisor, train).run()
+        try:
+            total = Call(self, program, inputs, targets, 1 if divisor is None else divisor, train).run()
+        except BaseException:
+            self.deferral.take()
+            self.channel.abandon()
+            raise
         self.channel.finish()
         return all_reduce(total, self.axis)
 

@@ -45,14 +45,18 @@ def backward_input(
     assert not deferral.take(), "the work of an earlier pass was not taken"
     unable = [parameter for parameter in parameters if parameter.ndim > 1 and parameter not in deferral.able]
     graph = _Graph.of(outputs, inputs) if unable else None
-    with deferral.splitting(True):
-        if graph is None or not graph.late:
+    try:
+        with deferral.splitting(True):
+            if graph is not None and graph.late:
+                return _cut(graph, outputs, gradients, inputs, deferral)
             torch.autograd.backward(list(outputs), list(gradients))
-            found = [tensor.grad for tensor in inputs]
-            for tensor in inputs:
-                tensor.grad = None
-            return found, deferral.take()
-        return _cut(graph, outputs, gradients, inputs, deferral)
+    except BaseException:
+        deferral.take()
+        raise
+    found = [tensor.grad for tensor in inputs]
+    for tensor in inputs:
+        tensor.grad = None
+    return found, deferral.take()
 
 
 @dataclass
@@ -254,17 +258,34 @@ def _across(node: Node, places: list[int], arrived: Sequence[Tensor | None], run
     around = set(_postorder(ran)) & {edge.node for edge in edges}
     if around or len({(edge.node, edge.output_nr) for edge in edges}) < len(edges):
         # Another way leads there, over nodes that ran already: a pass to these edges would go that way once more.
-        call: Callable[..., Any] = node  # type: ignore[assignment]
-        with torch.no_grad():
-            result = call(*arrived)
-        values = result if isinstance(result, tuple) else (result,)
-        return [_reduced(values[place], edge) for place, edge in zip(places, edges, strict=True)]
+        return _called(node, places, edges, arrived)
+    seen: dict[Node, Sequence[Tensor | None]] = {}
     begin = [(GradientEdge(node, number), value) for number, value in enumerate(arrived) if value is not None]
-    return list(
-        torch.autograd.grad(
+    handle = node.register_prehook(partial(_remember, seen, node))
+    try:
+        found = torch.autograd.grad(
             [edge for edge, _ in begin], edges, [value for _, value in begin], retain_graph=True, allow_unused=True
         )
-    )
+    finally:
+        handle.remove()
+    if any(
+        a is not None and b is not None and a.data_ptr() != b.data_ptr()
+        for a, b in zip(arrived, seen[node], strict=True)
+    ):
+        # A hook on the tensor changed what arrived once more; its change was in it already.
+        return _called(node, places, edges, arrived)
+    return list(found)
+
+
+def _called(
+    node: Node, places: list[int], edges: list[GradientEdge], arrived: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The same by calling the node, which computes all of its gradients."""
+    call: Callable[..., Any] = node  # type: ignore[assignment]
+    with torch.no_grad():
+        result = call(*arrived)
+    values = result if isinstance(result, tuple) else (result,)
+    return [_reduced(values[place], edge) for place, edge in zip(places, edges, strict=True)]
 
 
 def _reduced(gradient: Tensor | None, edge: GradientEdge) -> Tensor | None:

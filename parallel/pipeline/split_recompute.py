@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from gridtron.parallel.gradient_door import Deferral
@@ -88,7 +89,10 @@ class _Run:
     def first(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self.device_states = get_device_states(*tensors)
         outputs: list[Tensor] = []
-        self.output_shape = _take_tensors(self.function(*_put_tensors(self.shape, tensors)), outputs)
+        # Without their history: whatever still has one inside was computed outside and is not an argument.
+        args = _put_tensors(self.shape, [tensor.detach() for tensor in tensors])
+        with _NoCaptures(self.function):
+            self.output_shape = _take_tensors(self.function(*args), outputs)
         return tuple(outputs)
 
     def repeat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -103,6 +107,25 @@ class _Run:
 
     def unpack(self, outputs: Sequence[Tensor]) -> Any:
         return _put_tensors(self.output_shape, outputs)
+
+
+class _NoCaptures(TorchFunctionMode):
+    """Refuses operands whose gradient would be lost: the second run could not hand it to where they came from."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.name = getattr(function, "__qualname__", type(function).__name__)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(item, Tensor) and item.requires_grad and not item.is_leaf:
+                    raise ValueError(
+                        f"activation_checkpoint of {self.name} uses a tensor {tuple(item.shape)} that was computed "
+                        "outside of it, and a schedule that splits the backward pass would lose its gradient: pass it "
+                        "as an argument, as in activation_checkpoint(function, x, other)"
+                    )
+        return function(*args, **(kwargs or {}))
 
 
 class _SplitCheckpoint(torch.autograd.Function):

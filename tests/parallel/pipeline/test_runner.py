@@ -302,3 +302,69 @@ def check_door():
 
 def test_deferred_gradients_pass_the_door():
     assert all(run_ranks(check_door, 4))
+
+
+class InPlace(nn.Module):
+    """Begins with an operation in place, as networks cut after a norm do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def check_ordinary_modules(name):
+    """In place first; frozen, trained and frozen again between steps; evaluation under no_grad between."""
+    grid = Grid.create(pipeline=-1)
+    schedule = build_schedule(name, grid.pipeline.size, 3)
+    torch.manual_seed(4)
+    whole = [nn.Linear(WIDTH, WIDTH), *(InPlace() for _ in range(schedule.num_stages - 1))]
+    whole = [module.double() for module in whole]
+    dense = copy.deepcopy(whole)
+    mine = {stage: whole[stage] for stage in schedule.stages(grid.pipeline.rank)}
+    runner = PipelineRunner(mine, schedule, grid.pipeline, loss=squared_error)
+    inputs, targets = zip(*make_batches(3), strict=True)
+    for trained in (False, True, True, False):
+        for modules in (whole, dense):
+            modules[0].requires_grad_(trained)
+        with torch.no_grad():
+            runner.evaluate(inputs, targets)
+        total = runner.step(inputs, targets)
+        assert abs(total - dense_step(dense, list(zip(inputs, targets, strict=True)), 1)) < 1e-9
+    compare(mine, dense)
+    return True
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_ordinary_modules(name):
+    assert all(run_ranks(check_ordinary_modules, 2, name))
+
+
+class Conjugate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+
+    def forward(self, x):
+        return self.linear(x).conj()
+
+
+def check_conjugate():
+    grid = Grid.create(pipeline=-1)
+    torch.manual_seed(4)
+    whole = [Conjugate(), Conjugate()]
+    dense = copy.deepcopy(whole)
+    mine = {grid.rank: whole[grid.rank]}
+    runner = PipelineRunner(mine, build_schedule("1f1b", 2, 2), grid.pipeline, loss=lambda y, t: y.abs().square())
+    inputs = [torch.randn(3, WIDTH, dtype=torch.complex128) for _ in range(2)]
+    runner.step(inputs, inputs)
+    for x in inputs:
+        dense[1](dense[0](x)).abs().square().sum().backward()
+    compare(mine, dense)
+    return True
+
+
+def test_lazy_conjugates_travel():
+    assert all(run_ranks(check_conjugate, 2))

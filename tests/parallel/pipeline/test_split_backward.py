@@ -97,6 +97,23 @@ class Convolution(nn.Module):
         return self.convolution(x.unsqueeze(1)).tanh().sum(1)
 
 
+class Hooked(nn.Module):
+    """Hooks on activations: one that turns the gradient round where a product begins, one that only looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.a(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: -2 * gradient)
+        y = self.b(h)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: None)
+        return y
+
+
 class SomeFrozen(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,9 +149,9 @@ class Recomputed(nn.Module):
         return activation_checkpoint(self.counted, torch.tanh(self.before(x)), extra)
 
 
-KINDS = [Plain, TwiceOnOnePath, OneLayerTwice, TiedInside, MadeOfTwo, Mixed, Convolution, SomeFrozen, Unused]
+KINDS = [Plain, TwiceOnOnePath, OneLayerTwice, TiedInside, MadeOfTwo, Mixed, Convolution, Hooked, SomeFrozen, Unused]
 KINDS += [lambda: Recomputed(Plain()), lambda: Recomputed(Mixed()), lambda: Recomputed(TiedInside())]
-NAMES = ["plain", "twice", "layer-twice", "tied", "made", "mixed", "convolution", "frozen", "unused"]
+NAMES = ["plain", "twice", "layer-twice", "tied", "made", "mixed", "convolution", "hooked", "frozen", "unused"]
 NAMES += ["recomputed-plain", "recomputed-mixed", "recomputed-tied"]
 
 
@@ -242,3 +259,77 @@ def test_between_the_halves_only_operands_are_held():
     assert len(saved) == 5  # operands of the two products, and what tanh gave
     _, work = backward_input([edge], [torch.randn(3, WIDTH)], [x], list(module.parameters()), deferral)
     assert len(saved) == 0 and len(work) == 2
+
+
+class Captures(nn.Module):
+    def __init__(self, given):
+        super().__init__()
+        self.pre, self.inner, self.given = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), given
+
+    def gated(self, y, gate):
+        return self.inner(y * gate)
+
+    def forward(self, x):
+        gate = torch.sigmoid(self.pre(x))
+        if self.given:
+            return activation_checkpoint(self.gated, x, gate)
+        return activation_checkpoint(lambda y: self.gated(y, gate), x)
+
+
+def test_recomputation_of_what_was_computed_outside_is_refused_not_lost():
+    x, gradient = torch.randn(2, 4, WIDTH, dtype=torch.double)
+    module = Captures(given=False).double()
+    with pytest.raises(ValueError, match=r"gated|lambda.*computed outside of it.*pass it as an argument"):
+        run_split(module, watched(module), x.requires_grad_(), gradient)
+    module = Captures(given=True).double()
+    dense = copy.deepcopy(module)
+    found, work = run_split(module, watched(module), x, gradient)
+    for finish in work:
+        finish()
+    leaf = x.detach().clone().requires_grad_()
+    dense(leaf).backward(gradient)
+    torch.testing.assert_close(found[0], leaf.grad)
+    torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in dense.parameters()])
+
+
+def test_modules_in_a_list_are_recomputed_as_well():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            layers = [self.m]
+            return activation_checkpoint(lambda y: layers[0](torch.tanh(y)), x)
+
+    module = Listed().double()
+    dense = copy.deepcopy(module)
+    x, gradient = torch.randn(2, 4, WIDTH, dtype=torch.double)
+    found, work = run_split(module, watched(module), x.requires_grad_(), gradient)
+    for finish in work:
+        finish()
+    leaf = x.detach().clone().requires_grad_()
+    dense(leaf).backward(gradient)
+    torch.testing.assert_close(found[0], leaf.grad)
+    torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in dense.parameters()])
+
+
+def test_work_of_a_pass_that_failed_is_forgotten():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError
+
+    layer = TensorParallelLinear(WIDTH, WIDTH)
+    deferral = watched(layer)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    with deferral.splitting(True):
+        edge = get_gradient_edge(layer(Fails.apply(x)))
+    with pytest.raises(ZeroDivisionError):
+        backward_input([edge], [torch.ones(2, WIDTH)], [x], list(layer.parameters()), deferral)
+    _, work = run_split(layer, deferral, x, torch.ones(2, WIDTH))
+    assert len(work) == 1
