@@ -290,7 +290,7 @@ def _row_name(schedule: Schedule, rank: int) -> str:
     stages = schedule.stages(rank)
     if schedule.placement == tuple(range(schedule.ranks)):
         return f"rank {rank}"
-    shown = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]} to {stages[-1]}"
+    shown = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]}, {stages[1]}, ... {stages[-1]}"
     return f"rank {rank} ({'stage' if len(stages) == 1 else 'stages'} {shown})"
 
 
