@@ -63,7 +63,7 @@ def _read_table(path: str) -> Schedule | Violation:
 
     try:
         table = read_csv(Path(path))
-        lower(table.validate()).validate()
+        lower(table).validate()
     except ValueError as fault:
         return Violation(f"pipeline.schedule: {fault}", _KEYS)
     return table

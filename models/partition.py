@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from gridtron.models.config import GPTConfig
 from gridtron.models.cost.split import split_costs
 from gridtron.parallel.pipeline.balance import balance
+from gridtron.parallel.pipeline.families.family import loop
 
 
 def layer_ranges(
@@ -74,4 +75,4 @@ def default_placement(num_stages: int, ranks: int) -> tuple[int, ...]:
             f"num_stages={num_stages} does not divide over pipeline={ranks}; nearest: num_stages={near}, or say by "
             "placement= which rank holds which stage"
         )
-    return tuple(stage % ranks for stage in range(num_stages))
+    return loop(ranks, num_stages // ranks)

@@ -18,7 +18,6 @@ from gridtron.parallel.data_parallel.wrapper import DataParallel
 from gridtron.parallel.dropout import SampleContext
 from gridtron.parallel.pipeline.action import Action
 from gridtron.parallel.pipeline.schedule import Schedule
-from gridtron.parallel.pipeline.trace import Trace
 
 
 class Microbatches(Protocol):
@@ -110,7 +109,6 @@ class Pipelined:
         from gridtron.parallel.pipeline.runner import PipelineRunner
 
         self.model, self.device, self.schedule = model, device, schedule
-        self.trace: Trace | None = None
         self._takes_context = {stage: takes_context(module) for stage, module in stages.items()}
         self._batches: Sequence[Batch] = ()
         self.runner = PipelineRunner(stages, schedule, axis, forward=self._forward, gradient_scope=self._gradient_scope)
@@ -124,7 +122,6 @@ class Pipelined:
         self._alone = {stage: len(own) == len(list(stages[stage].parameters())) for stage, own in self._own.items()}
 
     def train(self, batches: Sequence[Batch], count: int) -> Tensor:
-        self.runner.trace = self.trace
         return self._run(self.runner.step, batches, count)
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:

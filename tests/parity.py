@@ -5,6 +5,8 @@ The error of a tensor is max|a-b| / max(max|b|, 1e-3 s), s the largest absolute 
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -140,6 +142,23 @@ def run_case(case: Case) -> dict[str, Any]:
         }
         result["evaluation"] = engine.evaluate(split(own, 2)).loss
         return result
+
+
+def pairwise(options: Mapping[str, list[Any]], seed: int) -> list[dict[str, Any]]:
+    """Cases in which every pair of values of two options occurs: a greedy cover from a printed seed."""
+    print(f"pairwise seed {seed}")
+    generator = random.Random(seed)
+    names = list(options)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}
+    cases = []
+    while missing:
+        candidates = [{name: generator.choice(options[name]) for name in names} for _ in range(60)]
+        gains = [{pair for pair in missing if all(case[n] == value for n, value in pair)} for case in candidates]
+        best = max(range(len(candidates)), key=lambda index: len(gains[index]))
+        if gains[best]:
+            missing -= gains[best]
+            cases.append(candidates[best])
+    return cases
 
 
 def worst_error(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:

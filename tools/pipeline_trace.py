@@ -19,7 +19,7 @@ from gridtron.parallel.pipeline.trace import Trace
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
-    from gridtron.parallel.microbatches import Pipelined
+    from gridtron.parallel.pipeline.runner import PipelineRunner
     from gridtron.parallel.pipeline.schedule import Schedule
 
 _WARM = 3
@@ -33,13 +33,13 @@ class PipelineTrace(BaseCallback):
     the simulator expects with the same costs: the difference is transfers, and ranks that wait for the processor.
 
     Args:
-        pipelined: runs the microbatches.
+        runner: runs the microbatches.
         grid: of the run.
         last: the last step of this start.
     """
 
-    def __init__(self, pipelined: Pipelined, grid: Grid, last: int):
-        self.pipelined, self.grid, self.last = pipelined, grid, last
+    def __init__(self, runner: PipelineRunner, grid: Grid, last: int):
+        self.runner, self.grid, self.last = runner, grid, last
         self.folder = Path()
         self.step = 0
 
@@ -49,19 +49,17 @@ class PipelineTrace(BaseCallback):
 
     def on_step_start(self, step: int) -> None:
         if step == self.step:
-            self.pipelined.trace = Trace(self.grid.device)
+            self.runner.trace = Trace(self.grid.device)
 
     def on_step_end(self, step: int, row: Mapping[str, Any]) -> None:
-        trace, self.pipelined.trace = self.pipelined.trace, None
+        trace, self.runner.trace = self.runner.trace, None
         if trace is None:
             return
-        # Evaluations between steps are not this step's.
-        self.pipelined.runner.trace = None
         own = [(str(span.action), span.start, span.end) for span in trace.spans]
         rows = gather_values(own, self.grid.pipeline)
         if self.grid.pipeline.rank != 0:
             return
-        measured = measured_timeline(self.pipelined.schedule, rows)
+        measured = measured_timeline(self.runner.schedule, rows)
         place = {name: index for name, index in self.grid.coordinate().items() if name != "pipeline" and index}
         suffix = "".join(f"-{name}{index}" for name, index in place.items())
         file = self.folder / f"step-{step:08d}{suffix}.json"

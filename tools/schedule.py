@@ -95,7 +95,7 @@ def _simulate(parsed: Arguments) -> tuple[ScheduleOptions, Timeline, Subject]:
     else:
         subject = _by_name(options)
     try:
-        lower(subject.schedule.validate()).validate()
+        lower(subject.schedule).validate()
         timeline = simulate(subject.schedule, **subject.costs, send=options.send)
     except ValueError as fault:
         raise Refusal([str(fault)]) from None

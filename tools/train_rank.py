@@ -134,7 +134,7 @@ def make_callbacks(plan: Plan, grid: Grid, engine: Any = None) -> Callbacks:
         from gridtron.tools.pipeline_trace import PipelineTrace
 
         final = min(plan.train.steps, plan.train.stop_after or plan.train.steps)
-        made.append(PipelineTrace(engine.microbatches, grid, final))
+        made.append(PipelineTrace(engine.microbatches.runner, grid, final))
     if plan.callbacks:
         registry = _registry(plan)
         made += [registry.builder("callback", name)(config, grid) for name, config in plan.callbacks.items()]

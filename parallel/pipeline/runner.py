@@ -65,7 +65,7 @@ class PipelineRunner:
         self.axis = Axis.of(axis)
         self.stages, self.schedule, self.loss = dict(stages), schedule, loss
         self._check_place()
-        self.program = lower(schedule.validate()).validate()
+        self.program = lower(schedule).validate()
         self.forward = forward or _call_module
         self.gradient_scope = gradient_scope or (lambda action: nullcontext())
         self.trace = trace
@@ -147,7 +147,7 @@ class PipelineRunner:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         if count not in self._evaluations:
             schedule = forward_only(self.schedule.placement, count, self.schedule.ranks)
-            self._evaluations[count] = lower(schedule.validate()).validate()
+            self._evaluations[count] = lower(schedule).validate()
         _, _, signatures = self._agree(inputs, targets, count, train=False)
         return self._run(self._evaluations[count], inputs, targets, divisor, signatures)
 

@@ -1,13 +1,11 @@
 """A run does not depend on its grid: rule 1, in float64, over grids, families, microbatches, recomputation, dropout."""
 
 import functools
-import itertools
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-from parity import FAMILIES, Case, assert_parity, run_case
+from parity import FAMILIES, Case, assert_parity, pairwise, run_case
 from ranks import run_ranks
 
 from gridtron.core.optim.config import OptimizerConfig
@@ -70,19 +68,7 @@ def pairwise_cases(seed=20261130):
         "bucket_bytes": [64, 1 << 20],
         "masks": ["uneven", "all"],
     }
-    print(f"pairwise seed {seed}")
-    generator = random.Random(seed)
-    names = list(options)
-    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}
-    cases = []
-    while missing:
-        candidates = [{name: generator.choice(options[name]) for name in names} for _ in range(60)]
-        gains = [{pair for pair in missing if all(case[n] == value for n, value in pair)} for case in candidates]
-        best = max(range(len(candidates)), key=lambda index: len(gains[index]))
-        if gains[best]:
-            missing -= gains[best]
-            cases.append(candidates[best])
-    return cases
+    return pairwise(options, seed)
 
 
 @pytest.mark.parametrize("case", pairwise_cases(), ids=lambda case: "-".join(str(v) for v in case.values()))

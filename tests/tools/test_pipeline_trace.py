@@ -53,7 +53,7 @@ def traced(folder, steps, done):
 
         schedule = schedule_of(plan, grid)
         engine = TrainingEngine(build_model(plan, grid, None, schedule), grid, plan.optimizer, schedule=schedule)
-        callback = PipelineTrace(engine.microbatches, grid, steps)
+        callback = PipelineTrace(engine.microbatches.runner, grid, steps)
         callback.on_start(RunInfo(grid.rank, 2, folder, steps, {}), done)
         tokens = torch.arange(24).view(2, 12)
         batches = [Batch.of(tokens, tokens, torch.arange(2))] * 3
@@ -63,7 +63,7 @@ def traced(folder, steps, done):
             engine.step(1e-3)
             callback.on_step_end(step, {})
             engine.evaluate(batches)
-            assert engine.microbatches.trace is None
+            assert engine.microbatches.runner.trace is None
 
 
 @pytest.mark.parametrize(("steps", "done", "step"), [(5, 0, 3), (2, 0, 2), (5, 4, 5)])

@@ -1,11 +1,9 @@
 """The whole model over pipelines: rule 1 in float64 for every schedule, with every other axis and mode pairwise."""
 
-import itertools
-import random
 from dataclasses import replace
 
 import pytest
-from parity import FAMILIES, Case, assert_parity, run_case
+from parity import FAMILIES, Case, assert_parity, pairwise, run_case
 from ranks import run_ranks
 from torch import equal
 
@@ -56,19 +54,7 @@ def pairwise_cases(seed=20261203):
         "bucket_bytes": [64, 1 << 20],
         "extra_layers": [0, 1, 2],
     }
-    print(f"pairwise seed {seed}")
-    generator = random.Random(seed)
-    names = list(options)
-    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in options[a] for y in options[b]}
-    cases = []
-    while missing:
-        candidates = [{name: generator.choice(options[name]) for name in names} for _ in range(60)]
-        gains = [{pair for pair in missing if all(case[n] == value for n, value in pair)} for case in candidates]
-        best = max(range(len(candidates)), key=lambda index: len(gains[index]))
-        if gains[best]:
-            cases.append(candidates[best])
-            missing -= gains[best]
-    return cases
+    return pairwise(options, seed)
 
 
 @pytest.mark.parametrize("case", pairwise_cases(), ids=lambda case: "-".join(str(value) for value in case.values()))

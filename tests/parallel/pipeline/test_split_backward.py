@@ -261,6 +261,17 @@ def test_between_the_halves_only_operands_are_held():
     assert len(saved) == 0 and len(work) == 2
 
 
+def assert_split_is_whole(module, x, gradient):
+    """Input and weight gradients of one split pass against plain autograd."""
+    dense, leaf = copy.deepcopy(module), x.clone().requires_grad_()
+    found, work = run_split(module, watched(module), x.clone().requires_grad_(), gradient)
+    for finish in work:
+        finish()
+    dense(leaf).backward(gradient)
+    torch.testing.assert_close(found[0], leaf.grad)
+    torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in dense.parameters()])
+
+
 class Captures(nn.Module):
     def __init__(self, given):
         super().__init__()
@@ -281,15 +292,7 @@ def test_recomputation_of_what_was_computed_outside_is_refused_not_lost():
     module = Captures(given=False).double()
     with pytest.raises(ValueError, match=r"gated|lambda.*computed outside of it.*pass it as an argument"):
         run_split(module, watched(module), x.requires_grad_(), gradient)
-    module = Captures(given=True).double()
-    dense = copy.deepcopy(module)
-    found, work = run_split(module, watched(module), x, gradient)
-    for finish in work:
-        finish()
-    leaf = x.detach().clone().requires_grad_()
-    dense(leaf).backward(gradient)
-    torch.testing.assert_close(found[0], leaf.grad)
-    torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in dense.parameters()])
+    assert_split_is_whole(Captures(given=True).double(), x.detach(), gradient)
 
 
 def test_modules_in_a_list_are_recomputed_as_well():
@@ -302,16 +305,7 @@ def test_modules_in_a_list_are_recomputed_as_well():
             layers = [self.m]
             return activation_checkpoint(lambda y: layers[0](torch.tanh(y)), x)
 
-    module = Listed().double()
-    dense = copy.deepcopy(module)
-    x, gradient = torch.randn(2, 4, WIDTH, dtype=torch.double)
-    found, work = run_split(module, watched(module), x.requires_grad_(), gradient)
-    for finish in work:
-        finish()
-    leaf = x.detach().clone().requires_grad_()
-    dense(leaf).backward(gradient)
-    torch.testing.assert_close(found[0], leaf.grad)
-    torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in dense.parameters()])
+    assert_split_is_whole(Listed().double(), *torch.randn(2, 4, WIDTH, dtype=torch.double))
 
 
 def test_work_of_a_pass_that_failed_is_forgotten():
