@@ -21,6 +21,7 @@ from gridtron.core.communication import (
     start_reduce_scatter,
 )
 from gridtron.core.grid import Axis
+from gridtron.core.pieces import take_rows
 from gridtron.core.random import draw_key, random_key, uniform_
 from gridtron.core.sharding import Ranges, Sharding, even_ranges, nonempty
 from gridtron.parallel.collectives import gather_from_region
@@ -135,16 +136,6 @@ def describe_share(sharding: Sharding, axis: Axis) -> str:
     held = " ".join(f"{start}:{stop}" for start, stop in sharding.ranges(axis.rank)) or "none"
     kind = "rows" if sharding.dim == 0 else "columns"
     return f"{kind} {held} of {sharding.shape[sharding.dim]}, {axis.name} {axis.rank} of {axis.size}"
-
-
-def take_rows(whole: Tensor, sharding: Sharding, rank: int) -> Tensor:
-    """A rank's share of a whole tensor."""
-    if sharding.dim is None:
-        return whole
-    pieces = [whole.narrow(sharding.dim, start, stop - start) for start, stop in sharding.ranges(rank)]
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat(pieces, sharding.dim) if pieces else whole.narrow(sharding.dim, 0, 0)
 
 
 # ---------------------------------------------------------------- the products

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gridtron.core.communication import all_gather_uneven, all_reduce
+from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
 from gridtron.core.sharding import Sharding
 
@@ -69,19 +69,6 @@ def named_parameters(model: nn.Module, axis: Axis | None = None) -> list[NamedPa
 
     walk(model, "")
     return found
-
-
-def gather_whole(local: Tensor, sharding: Sharding, axis: Axis) -> Tensor:
-    """The whole tensor from every rank's rows, on every rank."""
-    if sharding.dim is None or axis.size == 1:
-        return local
-    dim = sharding.dim
-    lengths = [sharding.local_shape(rank)[dim] for rank in range(axis.size)]
-    whole = local.new_empty(sharding.shape)
-    for rank, piece in enumerate(all_gather_uneven(local, lengths, axis, dim)):
-        for (start, stop), (low, high) in sharding.local_slices(rank, ((0, sharding.shape[dim]),)):
-            whole.narrow(dim, start, stop - start).copy_(piece.narrow(dim, low, high - low))
-    return whole
 
 
 def sum_among_holders(gradients: list[tuple[Tensor, Sharding, Axis]]) -> None:

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from gridtron.core.communication import broadcast_from, gather_values
 from gridtron.core.grid import Axis
+from gridtron.core.pieces import gather_whole, take_rows
 from gridtron.core.precision import wide_dtype
 from gridtron.parallel.data_parallel.wrapper import DataParallel
-from gridtron.parallel.linear import take_rows
 from gridtron.parallel.parameters import (
     NamedParameter,
-    gather_whole,
     named_parameters,
     sum_among_copies,
     sum_among_holders,
