@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,42 +12,11 @@ from torch import Tensor, nn
 
 from gridtron.core.kernels.rope import rope
 from gridtron.core.random import random_key
-from gridtron.core.sharding import Ranges, even_ranges, nonempty, scaled
+from gridtron.core.sharding import scaled
 from gridtron.models.config import GPTConfig
+from gridtron.models.heads import HeadSplit
 from gridtron.parallel import Dropout, SampleContext, TensorParallelLinear, activation_checkpoint
 from gridtron.parallel.linear import column_linear
-
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """Which query and key/value heads each rank of the tensor axis holds: pure arithmetic.
-
-    Query heads are split evenly, the first ranks one more where they do not divide. A rank holds the key/value heads
-    that its query heads read, so one such head may lie on several ranks.
-
-    Args:
-        query: per rank, ranges of query heads.
-        key_value: per rank, ranges of key/value heads.
-    """
-
-    query: tuple[Ranges, ...]
-    key_value: tuple[Ranges, ...]
-
-    @staticmethod
-    def over(heads: int, key_value_heads: int, ranks: int) -> HeadSplit:
-        group = heads // key_value_heads
-        query = tuple(nonempty(piece) for piece in even_ranges(heads, ranks))
-        key_value = tuple(
-            tuple((start // group, (stop - 1) // group + 1) for start, stop in ranges) for ranges in query
-        )
-        return HeadSplit(query, key_value)
-
-    def key_value_of(self, rank: int, group: int) -> list[int]:
-        """For each local query head, the local index of the key/value head that it reads."""
-        if not self.query[rank]:
-            return []
-        (start, stop), (first, _) = self.query[rank][0], self.key_value[rank][0]
-        return [head // group - first for head in range(start, stop)]
 
 
 class Attention(nn.Module):
@@ -82,11 +50,10 @@ class Attention(nn.Module):
         self.dropout = Dropout(config.attention_dropout, random_key(seed, "dropout", f"{name}.dropout"))
         self.first_head = split.query[axis.rank][0][0] if split.query[axis.rank] else 0
         reads = split.key_value_of(axis.rank, group)
-        local_kv = len(set(reads))
         # Equal groups in order are what SDPA's grouped attention does; any other pattern is picked by index.
-        regular = bool(reads) and reads == [head * local_kv // len(reads) for head in range(len(reads))]
-        self.grouped = regular and local_kv != len(reads) and len(reads) % local_kv == 0
-        self.reads = None if regular and (self.grouped or local_kv == len(reads)) else reads
+        picked = split.picked_by_index(axis.rank, group)
+        self.grouped = not picked and len(set(reads)) != len(reads)
+        self.reads = reads if picked else None
 
     def forward(
         self,

@@ -32,6 +32,15 @@ class RecomputeConfig:
     layers: int | None = option(None, "full: only the first so many layers of each stage; null: all", minimum=0)
 
 
+def layer_policies(config: RecomputeConfig, count: int) -> tuple[str, ...]:
+    """What is recomputed of each of a stage's ``count`` layers: "none", "selective" (the attention core), "operations"
+    or "full"."""
+    if config.mode == "full":
+        whole = count if config.layers is None else min(config.layers, count)
+        return ("full",) * whole + ("none",) * (count - whole)
+    return (config.mode,) * count
+
+
 def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str = "full") -> Any:
     """``function(*args)``, keeping ``args`` instead of what happens inside; the backward pass runs it again.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gridtron.models.config import GPTConfig
+from gridtron.models.cost.activations import TensorShare
 
 
 def norm_parameters(config: GPTConfig) -> int:
@@ -48,3 +51,49 @@ def total_parameters(config: GPTConfig) -> int:
     """Of the whole model, a tied weight once."""
     layers = config.num_layers * layer_parameters(config)
     return embedding_parameters(config) + layers + norm_parameters(config) + head_parameters(config)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Elements of parameters on one rank.
+
+    Args:
+        matrices: of hidden layers, two-dimensional: what Muon orthogonalises.
+        others: embedding, positions, head, norms, biases.
+    """
+
+    matrices: int = 0
+    others: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.others
+
+    def __add__(self, other: ParameterCount) -> ParameterCount:
+        return ParameterCount(self.matrices + other.matrices, self.others + other.others)
+
+
+def rank_layer_parameters(config: GPTConfig, share: TensorShare) -> ParameterCount:
+    """Of one decoder layer on one rank of the tensor axis: q, k, v, gate and up by rows, the others by columns; norms
+    and the biases of what is summed are whole (Shoeybi et al. 2019, arXiv:1909.08053, section 3)."""
+    hidden, heads = config.hidden_size, share.heads * config.head_size
+    projected = heads + 2 * share.kv_heads * config.head_size
+    columns = (2 if config.activation == "swiglu" else 1) * share.ffn
+    matrices = hidden * (projected + heads + columns + share.ffn)
+    others = 2 * norm_parameters(config)
+    if config.projection_bias:
+        others += projected
+    if config.bias:
+        others += columns + 2 * hidden
+    return ParameterCount(matrices, others)
+
+
+def rank_root_parameters(config: GPTConfig, share: TensorShare, first: bool, last: bool) -> ParameterCount:
+    """Beside the layers: embedding and positions on the first stage; final norm and head (or, tied, a copy of the
+    embedding) on the last."""
+    table = share.vocabulary * config.hidden_size
+    positions = config.max_position_embeddings * config.hidden_size if config.position == "learned" else 0
+    found = (table + positions if first else 0) + (norm_parameters(config) if last else 0)
+    if last and not (first and config.tie_embeddings):
+        found += table
+    return ParameterCount(others=found)

@@ -118,9 +118,9 @@ def simulate(
     peak_bytes = None
     if activation_bytes is not None:
         held, kept = (_per_stage(cost, stages, "activation_bytes") for cost in activation_bytes)
-        peak_bytes = tuple(_peak(row, held, kept, schedule.forward_only) for row in schedule.actions)
+        peak_bytes = tuple(peak_held(row, held, kept, schedule.forward_only) for row in schedule.actions)
     ones = [1.0] * stages
-    peak = tuple(int(_peak(row, ones, ones, schedule.forward_only)) for row in schedule.actions)
+    peak = tuple(int(peak_held(row, ones, ones, schedule.forward_only)) for row in schedule.actions)
     return Timeline(schedule, tuple(events), peak, peak_bytes)
 
 
@@ -134,7 +134,7 @@ def _per_stage(cost: Cost, stages: int, key: str) -> list[float]:
     return values
 
 
-def _peak(row: Sequence[Action], held: Sequence[float], kept: Sequence[float], forward_only: bool) -> float:
+def peak_held(row: Sequence[Action], held: Sequence[float], kept: Sequence[float], forward_only: bool) -> float:
     """The most that a rank holds; a rank's actions do not overlap, so their order alone decides."""
     now = most = 0.0
     for action in row:

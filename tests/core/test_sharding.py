@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridtron.core.sharding import Sharding, even_ranges, nonempty
-from gridtron.models.attention import HeadSplit
+from gridtron.models.heads import HeadSplit
 
 
 @st.composite

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from parity import FAMILIES, GPT2, LLAMA
 
 from gridtron.models import GPT, GPTConfig
-from gridtron.models.attention import HeadSplit
+from gridtron.models.heads import HeadSplit
 from gridtron.parallel import full_state_dict, load_full_state_dict
 from gridtron.parallel.parameters import named_parameters
 

@@ -1,0 +1,301 @@
+"""Bytes by formula: against the published ones, against what autograd keeps, against torch's MemTracker."""
+
+import itertools
+import json
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from parity import FAMILIES
+from ranks import run_ranks
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from gridtron.core import Grid
+from gridtron.models import GPT, GPTConfig
+from gridtron.models.cost.activations import NOT_IN_THE_PAPER, Microbatch, layer_activations, stage_activations
+from gridtron.models.cost.memory import MemorySettings, activation_bytes, rank_memory, rank_parameters
+from gridtron.parallel import SampleContext
+from gridtron.parallel.pipeline import build_schedule
+from gridtron.parallel.recompute import RecomputeConfig, layer_policies
+
+FORMULAE = json.loads((Path(__file__).parent.parent / "published" / "korthikanti2022_formulae.json").read_text())
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+# ---------------------------------------------------------------- Korthikanti et al. 2022
+def paper_model(h, a, L=2, v=51200, s=2048):
+    """The paper's: an MLP of 4 h with GELU, as many key as query heads, dropout everywhere."""
+    return GPTConfig(
+        num_layers=L,
+        hidden_size=h,
+        num_attention_heads=a,
+        vocab_size=v,
+        max_position_embeddings=s,
+        normalization="layer_norm",
+        position="learned",
+        activation="gelu",
+        bias=True,
+        tie_embeddings=True,
+        dropout=0.1,
+        attention_dropout=0.1,
+    )
+
+
+def counted(kept):
+    return sum(size for name, size in kept.items() if name not in NOT_IN_THE_PAPER)
+
+
+SHAPES = [(s, b, h, a, t) for s in (512, 2048) for b in (1, 4) for h, a in ((2048, 16), (6144, 64)) for t in (1, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("row", "sequence_parallel", "policy"),
+    [
+        ("no parallelism", False, "none"),
+        ("tensor parallel (baseline)", False, "none"),
+        ("tensor + sequence parallel", True, "none"),
+        ("tensor parallel + selective recompute", False, "selective"),
+        ("tensor + sequence parallel + selective recompute", True, "selective"),
+        ("full recompute", False, "full"),
+    ],
+)
+def test_published_bytes_of_a_layer(row, sequence_parallel, policy):
+    (formula,) = (entry["bytes_per_layer"] for entry in FORMULAE["table2"] if entry["config"] == row)
+    for s, b, h, a, t in SHAPES:
+        if row == "no parallelism" and t > 1:
+            continue
+        micro = Microbatch(paper_model(h, a), b, s, t, 0, sequence_parallel, attention="unfused", dropout_mask="stored")
+        exact = {symbol: Fraction(value) for symbol, value in zip("sbhat", (s, b, h, a, t), strict=True)}
+        assert counted(layer_activations(micro, policy)) == eval(formula, exact)  # noqa: S307 (this repository's file)
+
+
+def paper_settings(s, b, h, a, t, L, p, v, name="1f1b", chunks=None, microbatches=None, **changes):
+    schedule = build_schedule(name, p, microbatches or 4 * p, chunks) if p > 1 else None
+    stages = schedule.num_stages if schedule else 1
+    return MemorySettings(
+        paper_model(h, a, L, v, s),
+        s,
+        b,
+        tensor=t,
+        schedule=schedule,
+        layers_per_stage=(L // stages,) * stages,
+        sequence_parallel=True,
+        precision="bf16",
+        attention="unfused",
+        dropout_mask="stored",
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(("p", "v"), [(1, 51200), (2, 51200), (4, 32000), (8, 51200)])
+@pytest.mark.parametrize(("s", "b", "h", "a", "t", "L"), [(2048, 4, 6144, 64, 8, 48), (1024, 1, 2048, 16, 2, 24)])
+def test_published_bytes_of_the_first_stage(s, b, h, a, t, L, p, v):
+    """total_first_stage and extra: layers, the embedding's mask for each microbatch in flight, the output layer."""
+    found = activation_bytes(paper_settings(s, b, h, a, t, L, p, v), 0, 0, NOT_IN_THE_PAPER)
+    layers = s * b * h * L / t * (34 + 5 * a * s / h)
+    extra = s * b * h * L / t * (p / L + (p == 1) * 4 / L * (1 + v / h))
+    assert found == pytest.approx(layers + extra, rel=1e-12)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 3), (8, 2)])
+def test_published_factor_of_interleaving(p, m):
+    s, b, h, a, t, L = 1024, 1, 2048, 16, 2, 48
+    settings = paper_settings(s, b, h, a, t, L, p, 51200, "interleaved_1f1b", m)
+    found = activation_bytes(settings, 0, 0, NOT_IN_THE_PAPER | {"embedding dropout mask"})
+    layers = s * b * h * L / t * (34 + 5 * a * s / h)
+    assert found == pytest.approx(layers * (1 + (p - 1) / (p * m)), rel=1e-12)
+
+
+def test_published_bytes_of_full_recomputation():
+    s, b, h, a, L = 2048, 2, 4096, 32, 16
+    settings = replace(paper_settings(s, b, h, a, 1, L, 4, 51200), recompute=RecomputeConfig("full"))
+    assert activation_bytes(settings, 0, 0, NOT_IN_THE_PAPER | {"embedding dropout mask"}) == 2 * s * b * h * L
+
+
+# ---------------------------------------------------------------- what autograd keeps
+def shape(family, dropout=0.0, attention_dropout=0.0, **changes):
+    return replace(
+        FAMILIES[family],
+        num_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        head_dim=16,
+        num_key_value_heads=None if family == "gpt2" else 2,
+        ffn_hidden_size=160,
+        dropout=dropout,
+        attention_dropout=attention_dropout,
+        **changes,
+    )
+
+
+def kept_bytes(config, recompute, dtype, batch, length, grid=None, sequence_parallel=False):
+    """Bytes of the distinct storages, parameters excepted, that a forward pass saves, with the loss."""
+    model = GPT(config, grid, seed=0, recompute=recompute, dtype=dtype, sequence_parallel=sequence_parallel)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor: no address is used twice
+        return tensor
+
+    tokens = torch.arange(batch * length).view(batch, length) % config.vocab_size
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, tokens, SampleContext(torch.arange(batch)))
+    return sum(size for size, _ in found.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recompute", [("none",), ("selective",), ("full",), ("full", 1)], ids=str)
+@pytest.mark.parametrize("dropout", [(0.0, 0.0), (0.1, 0.0), (0.1, 0.1)], ids=str)
+def test_kept_bytes_are_those_of_saved_tensors(family, recompute, dropout):
+    config, options = shape(family, *dropout), RecomputeConfig(*recompute)
+    for dtype in PRECISIONS.values():
+        micro = Microbatch(config, 2, 48, itemsize=dtype.itemsize)
+        predicted = sum(stage_activations(micro, layer_policies(options, 3), True, True).values())
+        assert predicted == pytest.approx(kept_bytes(config, options, dtype, 2, 48), rel=0.05)
+
+
+def kept_on_a_rank(cases):
+    found = []
+    for config, mode, dtype, sequence_parallel in cases:
+        with Grid.create(tensor=2) as grid:
+            kept = kept_bytes(config, RecomputeConfig(mode), dtype, 2, 48, grid, sequence_parallel)
+            micro = Microbatch(config, 2, 48, 2, grid.tensor.rank, sequence_parallel, dtype.itemsize)
+        policies = layer_policies(RecomputeConfig(mode), 3)
+        found.append((kept, sum(stage_activations(micro, policies, True, True).values())))
+    return found
+
+
+def test_kept_bytes_over_two_tensor_ranks():
+    """Each family, mode, precision, with sequence parallelism and without; and heads that do not divide."""
+    cases = [
+        (shape(family, rate, rate), mode, dtype, sequence_parallel)
+        for family, rate, mode, dtype, sequence_parallel in itertools.product(
+            FAMILIES, (0.0, 0.1), ("none", "selective", "full"), (torch.float32, torch.bfloat16), (False, True)
+        )
+    ]
+    odd = replace(shape("llama"), num_attention_heads=6, num_key_value_heads=2, head_dim=8, vocab_size=99)
+    cases.append((odd, "none", torch.float32, False))
+    cases.append((replace(odd, num_attention_heads=3, num_key_value_heads=1), "none", torch.float64, True))
+    for rows in run_ranks(kept_on_a_rank, 2, cases):
+        for case, (kept, predicted) in zip(cases, rows, strict=True):
+            assert predicted == pytest.approx(kept, rel=0.05), case
+
+
+# ---------------------------------------------------------------- what a step takes
+def tracked_peak(config, recompute, dtype, batch, length, microbatches):
+    model = GPT(config, seed=0, recompute=recompute, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(batch, length, dtype=torch.int64)
+
+    def step(tracker=None):
+        for _ in range(microbatches):
+            if tracker is not None:
+                tracker.reset_mod_stats()
+            model(tokens, tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # states are made in the first step
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, tokens)
+    with tracker:
+        step(tracker)
+    return sum(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("hidden", "ffn", "vocabulary", "length", "batch", "layers", "dropout", "microbatches"),
+    [
+        (64, 160, 101, 64, 8, 4, 0.0, 1),  # the MLP weighs most
+        (64, 160, 2000, 64, 4, 2, 0.0, 2),  # the loss
+        (128, 512, 101, 16, 1, 4, 0.0, 1),  # the states
+        (64, 64, 101, 128, 2, 2, 0.1, 1),  # the attention
+    ],
+)
+def test_peak_is_that_of_the_tracker(
+    family, mode, hidden, ffn, vocabulary, length, batch, layers, dropout, microbatches
+):
+    config = replace(
+        shape(family, dropout, dropout),
+        num_layers=layers,
+        hidden_size=hidden,
+        head_dim=hidden // 4,
+        ffn_hidden_size=ffn,
+        vocab_size=vocabulary,
+        max_position_embeddings=128,
+    )
+    for precision in ("fp32", "fp64"):
+        options = RecomputeConfig(mode)
+        settings = MemorySettings(config, length, batch, microbatches, recompute=options, precision=precision)
+        measured = tracked_peak(config, options, PRECISIONS[precision], batch, length, microbatches)
+        assert rank_memory(settings).peak == pytest.approx(measured, rel=0.05)
+
+
+# ---------------------------------------------------------------- states
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("schedule", [None, ("1f1b", 2), ("zb_v", 2), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("tensor", [1, 2, 3])
+def test_parameters_of_every_rank(family, schedule, tensor):
+    """Uneven heads, columns and rows; key/value heads and tied embeddings that two ranks hold."""
+    config = replace(FAMILIES[family], num_layers=5)
+    plan = build_schedule(schedule[0], schedule[1], 4) if schedule else None
+    ranks = plan.ranks if plan else 1
+    settings = MemorySettings(config, 32, tensor=tensor, schedule=plan)
+    for rank in range(ranks * tensor):
+        grid = Grid.layout(world_size=ranks * tensor, rank=rank, tensor=tensor, pipeline=ranks)
+        placement = plan.placement if plan else None
+        model = GPT(config, grid, placement=placement, sequence_length=32, device="meta")
+        count = rank_parameters(settings, grid.pipeline.rank, grid.tensor.rank)
+        assert count.total == sum(parameter.numel() for parameter in model.parameters())
+        hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
+        assert count.matrices == sum(parameter.numel() for parameter in hidden)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "zero", "per_parameter"),
+    [
+        # weights + main weights + gradients that stay + states, over 4 data ranks
+        ("fp32", "adamw", 0, 4 + 4 + 8),
+        ("bf16", "adamw", 0, 2 + 4 + 4 + 8),
+        ("bf16", "adamw", 1, 2 + 4 + (4 + 8) / 4),
+        ("fp16", "adamw", 2, 2 + (4 + 4 + 8) / 4),
+        ("bf16", "adamw", 3, (4 + 8) / 4),
+        ("fp64", "sgd", 0, 8 + 8),
+        ("fp64", "sgd", 2, 8 + 8 / 4),
+        ("fp32", "adamw", 3, (4 + 8) / 4),
+    ],
+)
+def test_bytes_a_parameter_between_steps(precision, optimizer, zero, per_parameter):
+    config = replace(FAMILIES["llama"], hidden_size=256)
+    settings = MemorySettings(config, 32, data=4, zero=zero, precision=precision, optimizer=optimizer)
+    memory = rank_memory(settings)
+    assert memory.between_steps == pytest.approx(rank_parameters(settings).total * per_parameter, rel=1e-5)
+    hybrid = rank_memory(replace(settings, data=8, shard_size=4))
+    assert hybrid.between_steps == memory.between_steps
+
+
+def test_one_plain_process_has_no_gradients_between_steps():
+    memory = rank_memory(MemorySettings(FAMILIES["llama"], 32))
+    assert memory.between_steps == memory.weights + memory.optimizer and memory.gradients == memory.weights
+
+
+def test_muon_keeps_one_number_for_hidden_matrices():
+    settings = MemorySettings(FAMILIES["llama"], 32, optimizer="muon")
+    count = rank_parameters(settings)
+    assert rank_memory(settings).optimizer == 4 * (count.matrices + 2 * count.others)
+    momentum = replace(settings, optimizer="sgd", momentum=0.9)
+    assert rank_memory(momentum).optimizer == 4 * count.total
+
+
+def test_zero_lowers_the_peak_stage_by_stage():
+    config = replace(FAMILIES["llama"], num_layers=24, hidden_size=512, ffn_hidden_size=1408, vocab_size=4000)
+    settings = MemorySettings(config, 256, data=8, precision="bf16", bucket_bytes=2**20, microbatches=8)
+    peaks = [rank_memory(replace(settings, zero=zero)).peak for zero in range(4)]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
