@@ -90,6 +90,44 @@ def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+def start_sum_of_shares(tensor: Tensor, axis: Axis, out: Tensor) -> Pending:
+    """Into ``out``: this rank's share (n,) of the sum of every rank's one-dimensional ``tensor`` (axis.size * n,).
+
+    A reduce-scatter whose result may be a part of the input itself. Both must be left alone until wait().
+    """
+    assert tensor.ndim == 1 and tensor.numel() == axis.size * out.numel(), (tensor.shape, axis.size, out.shape)
+    if tensor.numel() == 0 or axis.size == 1:
+        if axis.size == 1:
+            out.copy_(tensor)
+        return Done()
+    if "gloo" in dist.get_backend(axis.group):
+        # Gloo's own copies the input and sums it over all ranks; only each one's share need travel.
+        received = torch.empty_like(tensor)
+        pending = dist.all_to_all_single(received, tensor, group=axis.group, async_op=True)
+        return _Summing(pending, received.view(axis.size, -1), out)
+    return cast(Pending, reduce_scatter_single(out, tensor, group=axis.group, async_op=True))
+
+
+class _Summing:
+    """Shares that arrive apart and are summed in rank order once they are here."""
+
+    def __init__(self, pending: Pending, received: Tensor, out: Tensor):
+        self.pending, self.received, self.out = pending, received, out
+
+    def wait(self) -> None:
+        self.pending.wait()
+        torch.sum(self.received, 0, out=self.out)
+
+
+def start_gather_of_shares(whole: Tensor, axis: Axis) -> Pending:
+    """In place: every rank's share of a one-dimensional ``whole``, in rank order, from the rank that it belongs to."""
+    if axis.size == 1 or whole.numel() == 0:
+        return Done()
+    share = whole.numel() // axis.size
+    own = whole[axis.rank * share : (axis.rank + 1) * share]
+    return cast(Pending, all_gather_single(whole, own, group=axis.group, async_op=True))
+
+
 def all_gather_uneven(tensor: Tensor, lengths: Sequence[int], axis: Axis, dim: int = 0) -> list[Tensor]:
     """Every rank's tensor, whose sizes along ``dim`` are ``lengths``: padded to the longest, gathered, cut."""
     if axis.size == 1:
@@ -157,6 +195,35 @@ def host_axis(axis: Axis) -> Axis:
         return axis
     group = dist.new_group(list(axis.ranks), backend="gloo", use_local_synchronization=True)
     return replace(axis, group=group)
+
+
+def split_axis(axis: Axis, size: int) -> tuple[Axis, Axis]:
+    """(inner, outer): groups of ``size`` neighbours on the axis, and the ranks of equal place in all those groups.
+
+    Every rank of the axis must call it at the same point.
+
+    Raises:
+        ValueError: a size that does not divide the axis.
+    """
+    if size < 1 or axis.size % size:
+        fitting = [number for number in range(1, axis.size + 1) if axis.size % number == 0]
+        nearest = min(fitting, key=lambda number: abs(number - size))
+        raise ValueError(f"groups of {size} on {axis.name}={axis.size}: the size divides the axis; nearest: {nearest}")
+    group, place = divmod(axis.rank, size)
+    neighbours = axis.ranks[group * size : (group + 1) * size]
+    peers = axis.ranks[place::size]
+    inner = Axis(f"{axis.name}_shards", size, place, neighbours, _group_over(neighbours, axis))
+    outer = Axis(f"{axis.name}_replicas", len(peers), group, peers, _group_over(peers, axis))
+    axis.parts.extend((inner, outer))
+    return inner, outer
+
+
+def _group_over(ranks: tuple[int, ...], axis: Axis) -> Any:
+    if len(ranks) == 1 or axis.group is None:
+        return None
+    if len(ranks) == axis.size:
+        return axis.group
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def barrier(axis: Axis) -> None:

@@ -31,6 +31,7 @@ class Axis:
         rank: this process's place along it.
         ranks: the global ranks along it, in order.
         group: the process group over ``ranks``; None at size 1, and in a layout without processes.
+        parts: axes over some of its ranks that were made from it, whose groups end with its own.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Axis:
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: ProcessGroup | None = field(default=None, compare=False, repr=False)
+    parts: list[Axis] = field(default_factory=list, compare=False, repr=False)
 
     @staticmethod
     def of(value: Axis | DeviceMesh | ProcessGroup | None, name: str = "axis") -> Axis:
@@ -82,6 +84,8 @@ class Axis:
         """Lets go of the group for everyone who holds this axis; what uses it afterwards is told."""
         if self.group is not None:
             object.__setattr__(self, "group", _ClosedGroup(self.name))
+        for part in self.parts:
+            part._close()
 
 
 class _ClosedGroup:

@@ -108,16 +108,18 @@ class Piece:
                 if first < last:
                     yield first - start, last - start
 
-    def boxes(self) -> list[tuple[Box, Range]]:
-        """The part as rectangles of the whole parameter: (offsets, sizes) and the range of the flattened part.
+    def boxes(self, ranges: Sequence[Range] | None = None) -> list[tuple[Box, Range]]:
+        """The part, or ``ranges`` of it, as rectangles of the whole parameter: (offsets, sizes) and the range of the
+        flattened part.
 
         A flat range of a matrix is at most three: the end of a row, whole rows, the beginning of a row. Rows that lie
         apart in the whole are apart here.
         """
         start, stop = self.flat or (0, math.prod(self.local_shape))
         found: list[tuple[Box, Range]] = []
-        for offsets, sizes, low in _rectangles(self.local_shape, start, stop):
-            found += self._global_boxes(offsets, sizes, low - start)
+        for low, high in [(0, stop - start)] if ranges is None else ranges:
+            for offsets, sizes, place in _rectangles(self.local_shape, start + low, start + high):
+                found += self._global_boxes(offsets, sizes, place - start)
         return found
 
     def _global_boxes(

@@ -48,4 +48,70 @@ def gradient_shape(node: Any, number: int) -> torch.Size | None:
     return None if metadata is None else torch.Size(metadata[number].shape)
 
 
-__all__ = ["TorchDispatchMode", "all_gather_single", "gradient_shape", "norms_of", "reduce_scatter_single", "scale_"]
+# ---------------------------------------------------------------- FSDP2
+def fsdp_parameters(module: Any) -> list[Any]:
+    """What FSDP2 keeps of each parameter of one module that it wraps: ``sharded_param``, ``unsharded_param``, and the
+    gradient that waits for its reduction."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def fsdp_can_defer() -> bool:
+    """Whether gradients can be handed to FSDP2 after a backward pass and reduced then: it is private in torch."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_state
+
+    state, parameter = getattr(_fsdp_state, "FSDPState", None), getattr(_fsdp_param, "FSDPParam", None)
+    return (
+        hasattr(FSDPModule, "_get_fsdp_state")
+        and hasattr(state, "_root_post_backward_final_callback")
+        and hasattr(state, "_lazy_init")
+        and all(hasattr(parameter, name) for name in ("accumulate_unsharded_grad_if_needed", "unsharded_param"))
+    )
+
+
+def fsdp_add_gradient(parameter: Any, gradient: Tensor, dtype: torch.dtype) -> None:
+    """Adds a gradient to those of an unsharded parameter (one of :func:`fsdp_parameters`) that are not reduced yet."""
+    if parameter.unsharded_accumulated_grad is None:
+        parameter.unsharded_accumulated_grad = gradient.to(dtype, copy=True)
+    else:
+        parameter.unsharded_accumulated_grad.add_(gradient)
+
+
+def fsdp_reduce(root: Any) -> None:
+    """Reduces the gradients of a root and all that it wraps now, as the end of a backward pass would."""
+    state = root._get_fsdp_state()
+    state._lazy_init()
+    state._root_post_backward_final_callback()
+
+
+# ---------------------------------------------------------------- functional collectives
+def functional_all_reduce(tensor: Tensor, group: Any) -> Tensor:
+    """The sum over a group as a new tensor: one operator, whose result a selective checkpoint can keep."""
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))
+
+
+def functional_reduce_scatter(tensor: Tensor, group: Any) -> Tensor:
+    """This rank's share of the first dimension of the sum over a group, as a new tensor."""
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.reduce_scatter_tensor(tensor, "sum", group.size(), group.group_name))
+
+
+__all__ = [
+    "TorchDispatchMode",
+    "all_gather_single",
+    "fsdp_add_gradient",
+    "fsdp_can_defer",
+    "fsdp_parameters",
+    "fsdp_reduce",
+    "functional_all_reduce",
+    "functional_reduce_scatter",
+    "gradient_shape",
+    "norms_of",
+    "reduce_scatter_single",
+    "scale_",
+]

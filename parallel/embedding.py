@@ -34,6 +34,9 @@ class VocabParallelEmbedding(nn.Module):
         ValueError: sizes under 1; a token outside the vocabulary (checked on the CPU, where it costs nothing).
     """
 
+    hidden_matrices = False
+    """Rows are looked up, not multiplied: see named_parameters."""
+
     copies: Mapping[str, Axis]
     """Set where the first and the last stage of a pipeline share the table: see named_parameters."""
 

@@ -10,23 +10,26 @@ import torch
 from torch import nn
 
 from gridtron.core.checkpoint.tensors import ShardedTensorView
-from gridtron.core.communication import all_reduce
-from gridtron.core.data.batch import Batch
+from gridtron.core.communication import all_reduce, gather_values
+from gridtron.core.data.batch import IGNORE_INDEX, Batch
 from gridtron.core.errors import JobError
+from gridtron.core.grid import Axis
 from gridtron.core.optim.config import OptimizerConfig
-from gridtron.core.optim.norm import Held, clip_, gradient_norm
+from gridtron.core.optim.norm import Held, clip_, gradient_norm, norms_by_name
 from gridtron.core.optim.optimizer import Optimizer
 from gridtron.core.precision import wide_dtype
-from gridtron.core.sharding import Sharding
+from gridtron.core.torch_compat import scale_
 from gridtron.core.training.protocols import LossSum, StepOutcome
 from gridtron.parallel.data_parallel.config import DataParallelConfig
 from gridtron.parallel.data_parallel.wrapper import DataParallel
-from gridtron.parallel.microbatches import Microbatches, Pipelined, WholeModel
+from gridtron.parallel.microbatches import Microbatches, Pipelined, WholeModel, own_parameters, splits
 from gridtron.parallel.parameters import NamedParameter, named_parameters, unwrap
 from gridtron.parallel.pipeline.schedule import Schedule
+from gridtron.parallel.run_state import run_state, take_run_state
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
+    from gridtron.core.precision import LossScaler
 
 
 class TrainingEngine:
@@ -41,9 +44,11 @@ class TrainingEngine:
             is handed the SampleContext of the microbatch.
         grid: the process grid.
         optimizer: which optimizer, and its constants and clipping.
-        data_parallel: buckets.
+        data_parallel: ZeRO stage, buckets.
         build_optimizer: makes the optimizer from parameter groups, in place of the one that ``optimizer`` names.
         schedule: of the stages that ``model.stages`` holds on this rank; None: the model is whole here.
+        loss_scaler: of a run in float16; None: losses are not scaled.
+        grad_norms: each parameter's norm is told with every step.
     """
 
     def __init__(
@@ -54,24 +59,44 @@ class TrainingEngine:
         data_parallel: DataParallelConfig | None = None,
         build_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
         schedule: Schedule | None = None,
+        loss_scaler: LossScaler | None = None,
+        grad_norms: bool = False,
     ):
         options = data_parallel or DataParallelConfig()
         self.grid = grid
         self.data_axis = grid.axis("data", "context")
+        stages = None if schedule is None else _stages_of(model)
+        # Before parameters are cut: weights in the model's own dtype.
+        narrow = {p.dtype for p in model.parameters() if wide_dtype(p.dtype) != p.dtype}
+        self.dtype = next(iter(narrow), None)
         self.model = DataParallel(
-            model, self.data_axis, zero=options.zero, bucket_bytes=options.bucket_bytes, set_grad=False
+            model,
+            self.data_axis,
+            zero=options.zero,
+            bucket_bytes=options.bucket_bytes,
+            shard_size=options.shard_size,
+            set_grad=False,
+            reduce=options.reduce,
+            units=None if stages is None else own_parameters(stages),
+            defer=schedule is not None and splits(schedule),
         )
         self.parameters = named_parameters(model, grid.tensor)
-        trained = {item.name: item.parameter for item in self.parameters if item.parameter.requires_grad}
-        self.optimizer = Optimizer(trained, optimizer, build_optimizer)
+        self.pieces = {item.name: self.model.piece(item) for item in self.parameters}
+        trained = [item for item in self.parameters if item.parameter.requires_grad]
+        parts = {item.name: self.model.part(item.parameter) for item in trained}
+        self.optimizer = Optimizer(parts, optimizer, build_optimizer, {name: self.pieces[name] for name in parts})
         self.grad_clip = float(getattr(optimizer, "grad_clip", 0.0))
+        self.scaler = loss_scaler
+        self._names = _names_of_all_stages(self.parameters, grid.pipeline) if grad_norms else None
+        self._versions: dict[str, int] = {}
         self._warned = False
-        dtypes = [parameter.dtype for parameter in trained.values()] or [torch.float32]
         self.microbatches: Microbatches
-        if schedule is None:
+        if stages is None or schedule is None:
+            dtypes = [part.dtype for part in parts.values()] or [torch.float32]
             self.microbatches = WholeModel(self.model, grid.device, wide_dtype(dtypes[0]))
         else:
-            self.microbatches = Pipelined(self.model, _stages_of(model), schedule, grid.pipeline, grid.device)
+            self.microbatches = Pipelined(self.model, stages, schedule, grid.pipeline, grid.device)
+        self._note_writes()
         if build_optimizer is not None and grid.tensor.size > 1:
             self.state_dict()  # told now, not at the first checkpoint: states that cannot be saved
 
@@ -80,48 +105,95 @@ class TrainingEngine:
         """Gradients of the mean loss over the unignored tokens of the global batch, reduced and ready for step()."""
         self.model.train()
         self.model.zero_grad()
-        count = self._sum_over_data(sum(batch.count for batch in microbatches))
+        count, batches, idle = self._agree(microbatches)
         if count == 0:
             self._warn_of_no_tokens()
-        total = self.microbatches.train(microbatches, max(count, 1))
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        total = self.microbatches.train(batches, max(count, 1) / scale, idle)
         self.model.finish_step()
-        return LossSum(float(all_reduce(total, self.data_axis)), count)
+        if self.scaler is not None:
+            scale_([item.gradient for _, item in self._gradients()], 1 / scale)
+        return LossSum(float(all_reduce(total, self.data_axis)) / scale, count)
 
     def step(self, lr: float) -> StepOutcome:
         """Norm of the whole gradient, clipping, optimizer; a non-finite norm, which all ranks see, skips the update."""
         held = self._gradients()
-        counted = [item for named, item in held if named.stands_for_all]
-        norm = gradient_norm(counted, [self.grid.tensor, self.grid.pipeline], self.grid.device)
+        counted = {named.name: item for named, item in held if named.stands_for_all}
+        where = ([self.grid.tensor, self.grid.pipeline], self.grid.device, self._cut_over)
+        norm = gradient_norm(list(counted.values()), *where)
+        norms = None if self._names is None else norms_by_name(counted, self._names, *where)
         applied = bool(torch.isfinite(norm))
         if applied:
             if self.grad_clip > 0:
                 clip_([item for _, item in held], norm, self.grad_clip)
+            self._notice_writes()
             self.optimizer.step(lr, {named.name: item.gradient for named, item in held})
+            self.model.gather_parameters()
+            self.optimizer.note_weights()
+            self._note_writes()
+        scale = None if self.scaler is None else self.scaler.scale
+        if self.scaler is not None:
+            self.scaler.update(applied)
         self.model.zero_grad()
-        return StepOutcome(float(norm), applied)
+        return StepOutcome(float(norm), applied, scale, norms)
+
+    @property
+    def _cut_over(self) -> Axis | None:
+        return self.model.shards if self.model.shards.size > 1 else None
 
     def _gradients(self) -> list[tuple[NamedParameter, Held]]:
         found = []
         for named in self.parameters:
             gradient = self.model.gradient(named.parameter)
             if gradient is not None:
-                found.append((named, Held(gradient, named.sharding, named.axis)))
+                found.append((named, Held(gradient, self.pieces[named.name])))
         return found
+
+    def _note_writes(self) -> None:
+        self._versions = {item.name: item.parameter._version for item in self.parameters}
+
+    def _notice_writes(self) -> None:
+        """Weights that were loaded into the model: the optimizer, whose parts count their writes apart, is told."""
+        for item in self.parameters:
+            part = self.optimizer.parameters.get(item.name)
+            if part is not None and item.parameter._version != self._versions[item.name]:
+                torch.autograd.graph.increment_version(part)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> LossSum:
         """Mean loss over the unignored tokens of all data ranks' ``batches``."""
         self.model.eval()
-        held = list(batches)
+        count, held, _ = self._agree(list(batches))
         total = self.microbatches.evaluate(held)
         self.model.train()
-        count = self._sum_over_data(sum(batch.count for batch in held))
         return LossSum(float(all_reduce(total, self.data_axis)) / max(count, 1), count)
 
-    def _sum_over_data(self, count: int) -> int:
-        if self.data_axis.size == 1:
-            return count
-        return int(all_reduce(torch.tensor(count, device=self.grid.device), self.data_axis))
+    def _agree(self, batches: Sequence[Batch]) -> tuple[int, Sequence[Batch], int]:
+        """The global count of tokens; this rank's batches, with empty ones where each pass fetches parameters from
+        ranks that have more; and how many those have more.
+
+        Raises:
+            JobError: on every rank: different numbers of microbatches where a schedule has one number.
+        """
+        count = sum(batch.count for batch in batches)
+        size, rank = self.data_axis.size, self.data_axis.rank
+        if size == 1:
+            return count, batches, 0
+        told = torch.zeros(1 + 2 * size, dtype=torch.int64, device=self.grid.device)
+        told[0], told[1 + rank] = count, len(batches)
+        told[1 + size + rank] = batches[0].tokens.shape[1] if batches else 0
+        count, *sizes = all_reduce(told, self.data_axis).tolist()
+        numbers, length = sizes[:size], max(sizes[size:])
+        idle = max(numbers) - len(batches)
+        if min(numbers) != max(numbers) and not self.microbatches.uneven:
+            raise JobError(
+                f"data ranks have {', '.join(map(str, numbers))} microbatches, and a pipeline schedule has one number; "
+                "give every data rank as many",
+                agreed=True,
+            )
+        if self.model.zero == 3 and idle:
+            return count, [empty_batch(length)] * idle + list(batches), 0
+        return count, batches, idle
 
     def _warn_of_no_tokens(self) -> None:
         if not self._warned and self.grid.rank == 0:
@@ -130,32 +202,25 @@ class TrainingEngine:
 
     # ---------------------------------------------------------------- state
     def state_dict(self) -> Mapping[str, ShardedTensorView]:
-        """Parameters, optimizer states and main weights under grid-independent names."""
-        self.optimizer.make_states()
-        first = self.data_axis.rank == 0
-        views: dict[str, ShardedTensorView] = {}
-        states = self.optimizer.states()
-        for item in self.parameters:
-            rank, writer = item.axis.rank, first and item.stands_for_all
-            views[f"parameters/{item.name}"] = ShardedTensorView(item.parameter.detach(), item.sharding, rank, writer)
-            for key, tensor in states.get(item.name, {}).items():
-                # A state as large as the parameter lies like it; a counter is whole on every rank.
-                alike = tuple(tensor.shape) == tuple(item.parameter.shape)
-                if not alike and tensor.numel() > 1 and item.axis.size > 1 and item.sharding.dim is not None:
-                    raise JobError(
-                        f"optimizer state {key} of {item.name} has the shape {tuple(tensor.shape)}, the parameter's "
-                        f"rows on this rank {tuple(item.parameter.shape)}: over grid.tensor={item.axis.size} only "
-                        "states like the parameter, and single numbers, can be saved; use grid.tensor=1 with this "
-                        "optimizer",
-                        agreed=True,
-                    )
-                sharding = item.sharding if alike else Sharding.whole(tuple(tensor.shape))
-                views[f"optimizer/{item.name}/{key}"] = ShardedTensorView(tensor, sharding, rank, writer)
-        return views
+        """Parameters, optimizer states, main weights and the loss scale under grid-independent names."""
+        return run_state(self)
 
     def load_state_dict(self, state: Mapping[str, ShardedTensorView]) -> None:
-        """The views of :meth:`state_dict` are filled in place; a foreign optimizer then takes its own up."""
-        self.optimizer.take_states()
+        """The views of :meth:`state_dict` are filled in place; what keeps copies of its own takes them up."""
+        take_run_state(self, state)
+        self._note_writes()
+
+
+def empty_batch(length: int) -> Batch:
+    """One sample without a token that counts."""
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    return Batch.of(tokens, torch.full_like(tokens, IGNORE_INDEX))
+
+
+def _names_of_all_stages(parameters: Sequence[NamedParameter], pipeline: Axis) -> list[str]:
+    """The same list on every rank of the pipeline, a weight of two stages once."""
+    told = gather_values([item.name for item in parameters if item.parameter.requires_grad], pipeline)
+    return list(dict.fromkeys(name for names in told for name in names))
 
 
 def _stages_of(model: nn.Module) -> Mapping[int, nn.Module]:

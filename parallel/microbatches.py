@@ -21,10 +21,18 @@ from gridtron.parallel.pipeline.schedule import Schedule
 
 
 class Microbatches(Protocol):
-    """Runs microbatches on this data rank; the sums that it gives are the same on all ranks of a pipeline."""
+    """Runs microbatches on this data rank; the sums that it gives are the same on all ranks of a pipeline.
 
-    def train(self, batches: Sequence[Batch], count: int) -> Tensor:
-        """Forward and backward; the sum of all losses over ``count``, gradients left in the door."""
+    ``uneven``: whether data ranks may have different numbers of them.
+    """
+
+    uneven: bool
+
+    def train(self, batches: Sequence[Batch], divisor: float, idle: int = 0) -> Tensor:
+        """Forward and backward; the sum of all losses over ``divisor``, gradients left in the door.
+
+        ``idle``: so many more microbatches has another data rank, and this one waits along.
+        """
         ...
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -56,23 +64,28 @@ def check_losses(losses: Any, batch: Batch) -> Tensor:
 
 
 class WholeModel:
-    """One microbatch after the other; gradients travel behind the last backward pass."""
+    """One microbatch after the other; gradients travel behind the last backward pass, or each microbatch's."""
+
+    uneven = True
 
     def __init__(self, model: DataParallel, device: torch.device, dtype: torch.dtype):
         self.model, self.device, self.dtype = model, device, dtype
         self._takes_context = takes_context(model.module)
 
-    def train(self, batches: Sequence[Batch], count: int) -> Tensor:
+    def train(self, batches: Sequence[Batch], divisor: float, idle: int = 0) -> Tensor:
         total = torch.zeros((), dtype=self.dtype, device=self.device)
+        for _ in range(idle if self.model.each else 0):
+            with self.model.no_reduce():
+                pass
         for batch in batches[:-1]:
             with self.model.no_reduce():
-                total += self._backward(batch, count)
+                total += self._backward(batch, divisor)
         for batch in batches[-1:]:
-            total += self._backward(batch, count)
+            total += self._backward(batch, divisor)
         return total
 
-    def _backward(self, batch: Batch, count: int) -> Tensor:
-        loss = self._losses(batch).sum() / count
+    def _backward(self, batch: Batch, divisor: float) -> Tensor:
+        loss = self._losses(batch).sum() / divisor
         loss.backward()
         return loss.detach()
 
@@ -92,7 +105,7 @@ class Pipelined:
     """Through the stages, by a schedule.
 
     A stage's gradients travel over the data axis once its last backward pass is over, or behind that pass where it is
-    not split, while other stages and ranks still compute.
+    not split, while other stages and ranks still compute; each microbatch's by themselves where the model says so.
 
     Args:
         model: what holds the stages.
@@ -108,26 +121,32 @@ class Pipelined:
     ):
         from gridtron.parallel.pipeline.runner import PipelineRunner
 
+        self.uneven = False
         self.model, self.device, self.schedule = model, device, schedule
         self._takes_context = {stage: takes_context(module) for stage, module in stages.items()}
         self._batches: Sequence[Batch] = ()
         self.runner = PipelineRunner(stages, schedule, axis, forward=self._forward, gradient_scope=self._gradient_scope)
         mine = [action for action in schedule.actions[axis.rank] if action.kind in "BIW"]
         self._last_of_stage = {action.stage: action for action in mine}
-        holders = Counter(parameter for module in stages.values() for parameter in set(module.parameters()))
-        self._own = {
-            stage: [parameter for parameter in module.parameters() if holders[parameter] == 1]
-            for stage, module in stages.items()
-        }
-        self._alone = {stage: len(own) == len(list(stages[stage].parameters())) for stage, own in self._own.items()}
+        self._splits = splits(schedule)
+        own = own_parameters(stages)
+        # A stage that shares a parameter with another of this rank has not all its gradients after its own passes.
+        self._alone = {stage: len(held) == len(list(stages[stage].parameters())) for stage, held in own.items()}
 
-    def train(self, batches: Sequence[Batch], count: int) -> Tensor:
-        return self._run(self.runner.step, batches, count)
+    def train(self, batches: Sequence[Batch], divisor: float, idle: int = 0) -> Tensor:
+        assert idle == 0, idle
+        if not self._splits or self.model.zero < 3:
+            return self._run(self.runner.step, batches, divisor)
+        with self.model.deferred_step():
+            # What ZeRO-3 has gathered are other parameters than those that a rank keeps.
+            for module in self.runner.stages.values():
+                self.runner.deferral.watch(module.parameters())
+            return self._run(self.runner.step, batches, divisor)
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         return self._run(self.runner.evaluate, batches, 1)
 
-    def _run(self, function: Any, batches: Sequence[Batch], divisor: int) -> Tensor:
+    def _run(self, function: Any, batches: Sequence[Batch], divisor: float) -> Tensor:
         self._batches = [batch.to(self.device) for batch in batches]
         try:
             total: Tensor = function([batch.tokens for batch in self._batches], None, divisor)
@@ -146,11 +165,22 @@ class Pipelined:
     def _gradient_scope(self, action: Action) -> Iterator[None]:
         stage = action.stage
         last = action == self._last_of_stage[stage]
-        if last and action.kind == "B" and self._alone[stage]:
+        whole = action.kind == "B" and self._alone[stage]
+        with self.model.unit_pass(stage, last, whole):
             yield
-            return
-        with self.model.no_reduce():
-            yield
-        if last:
-            # Parameters of two stages of this rank wait for the end of the step.
-            self.model.complete(self._own[stage])
+        if action.kind != "I":
+            self.model.end_microbatch_of(stage)
+
+
+def splits(schedule: Schedule) -> bool:
+    """Whether a schedule has the gradients of weights come apart from those of inputs."""
+    return any(action.kind == "W" for actions in schedule.actions for action in actions)
+
+
+def own_parameters(stages: Mapping[int, nn.Module]) -> dict[int, list[nn.Parameter]]:
+    """Stage -> its parameters that no other stage of this rank has."""
+    holders = Counter(parameter for module in stages.values() for parameter in set(module.parameters()))
+    return {
+        stage: [parameter for parameter in module.parameters() if holders[parameter] == 1]
+        for stage, module in stages.items()
+    }

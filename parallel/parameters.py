@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
+from gridtron.core.pieces import Piece
 from gridtron.core.sharding import Sharding
 
 
@@ -17,7 +18,8 @@ class NamedParameter:
     """One parameter, its name in the model of one process, and how it lies over which axis.
 
     ``copies`` are the ranks that hold the same rows of it under the same name because their stages share it: their
-    gradients are summed, and the first of them stands for all in a norm and in a checkpoint.
+    gradients are summed, and the first of them stands for all in a norm and in a checkpoint. ``matrix``: it is the
+    weight of a hidden product, neither of an embedding nor of a head.
     """
 
     name: str
@@ -25,6 +27,7 @@ class NamedParameter:
     sharding: Sharding
     axis: Axis
     copies: Axis | None = None
+    matrix: bool = False
 
     @property
     def stands_for_all(self) -> bool:
@@ -63,12 +66,41 @@ def named_parameters(model: nn.Module, axis: Axis | None = None) -> list[NamedPa
                 over = inner.axis if name in shardings else whole
                 assert isinstance(over, Axis), over
                 copies = getattr(inner, "copies", {}).get(name)
-                found.append(NamedParameter(prefix + name, parameter, sharding.named(prefix + name), over, copies))
+                named = sharding.named(prefix + name)
+                matrix = _is_matrix(inner, prefix, parameter)
+                found.append(NamedParameter(prefix + name, parameter, named, over, copies, matrix))
         for name, child in inner.named_children():
             walk(child, f"{prefix}{name}.")
 
     walk(model, "")
     return found
+
+
+_HEADS = ("head", "lm_head", "output", "classifier")
+
+
+def _is_matrix(module: nn.Module, prefix: str, parameter: Tensor) -> bool:
+    """By what a module says of its weights (``hidden_matrices``), else by its kind and the usual names of heads."""
+    said = getattr(module, "hidden_matrices", None)
+    if said is None:
+        last = prefix.rstrip(".").rpartition(".")[2]
+        said = not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and last not in _HEADS
+    return bool(said) and parameter.ndim == 2
+
+
+def sum_among_pieces(gradients: list[tuple[Tensor, Piece]]) -> None:
+    """:func:`sum_among_holders` of the parts that ranks of ``shards`` keep.
+
+    What is partial everywhere is cut in the same way on every rank of its axis, so that parts are summed as they are;
+    rows that only some ranks hold lie elsewhere in each one's parts, which are put together first.
+    """
+    apart = [(gradient, piece) for gradient, piece in gradients if not piece.sharding.partial]
+    together = [(gradient, piece, piece.gather(gradient)) for gradient, piece in apart]
+    parts = [(gradient, piece.sharding, piece.axis) for gradient, piece in gradients if piece.sharding.partial]
+    sum_among_holders(parts + [(whole, piece.sharding, piece.axis) for _, piece, whole in together])
+    for gradient, piece, whole in together:
+        if piece.cuts is not None:
+            gradient.copy_(piece.take(whole))
 
 
 def sum_among_holders(gradients: list[tuple[Tensor, Sharding, Axis]]) -> None:
@@ -84,7 +116,8 @@ def sum_among_holders(gradients: list[tuple[Tensor, Sharding, Axis]]) -> None:
     for group in by_axis.values():
         pieces = [_shared_part(*item) for item in group]
         flat = torch.cat([piece.flatten() for piece in pieces])
-        all_reduce(flat, group[0][2])
+        if flat.numel():
+            all_reduce(flat, group[0][2])
         parts = flat.split([piece.numel() for piece in pieces])
         for (gradient, sharding, axis), piece, part in zip(group, pieces, parts, strict=True):
             _write_shared_part(gradient, sharding, axis, part.view_as(piece))
@@ -93,7 +126,8 @@ def sum_among_holders(gradients: list[tuple[Tensor, Sharding, Axis]]) -> None:
 def sum_among_copies(gradients: list[tuple[Tensor, Axis]]) -> None:
     """In place: the sum over the stages that share a parameter, one reduction each, in the order given."""
     for gradient, copies in gradients:
-        all_reduce(gradient, copies)
+        if gradient.numel():
+            all_reduce(gradient, copies)
 
 
 def _shared_part(gradient: Tensor, sharding: Sharding, axis: Axis) -> Tensor:

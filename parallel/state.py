@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from gridtron.core.communication import broadcast_from, gather_values
 from gridtron.core.grid import Axis
-from gridtron.core.pieces import gather_whole, take_rows
+from gridtron.core.pieces import Piece, gather_whole, take_rows
 from gridtron.core.precision import wide_dtype
+from gridtron.parallel.data_parallel.fsdp import cuts_of, is_cut, local_part, shards_of, whole_rows
 from gridtron.parallel.data_parallel.wrapper import DataParallel
 from gridtron.parallel.parameters import (
     NamedParameter,
@@ -43,7 +44,7 @@ def full_state_dict(model: nn.Module, grid: Grid | None = None, of: str = "param
     if of not in ("parameters", "gradients"):
         raise ValueError(f'of={of!r}: it is "parameters" or "gradients"')
     parameters = named_parameters(model)
-    tensors = _gradients(model, parameters) if of == "gradients" else {p.name: p.parameter.detach() for p in parameters}
+    tensors = _gradients(model, parameters) if of == "gradients" else _parameters(model, parameters)
     whole = {
         item.name: gather_whole(tensors[item.name], item.sharding, item.axis)
         for item in parameters
@@ -54,22 +55,32 @@ def full_state_dict(model: nn.Module, grid: Grid | None = None, of: str = "param
     return {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()}
 
 
+def _parameters(model: nn.Module, parameters: list[NamedParameter]) -> dict[str, Tensor]:
+    """This rank's rows by name, put together where data ranks cut them."""
+    if isinstance(model, DataParallel):
+        model.gather_parameters()
+    return {item.name: whole_rows(item.parameter) for item in parameters}
+
+
 def _gradients(model: nn.Module, parameters: list[NamedParameter]) -> dict[str, Tensor]:
     """This rank's rows, by name, in the wide dtype, summed over all that have a part in them."""
-    wrapped = isinstance(model, DataParallel)
+    found: dict[str, Tensor] = {}
     if isinstance(model, DataParallel):
         model.finish_step()
-    found: dict[str, Tensor] = {}
+        for item in parameters:
+            gradient = model.gradient(item.parameter)
+            if gradient is not None:
+                found[item.name] = model.piece(item).gather(gradient.detach().to(wide_dtype(gradient.dtype)))
+        return found
     for item in parameters:
-        gradient = model.gradient(item.parameter) if isinstance(model, DataParallel) else item.parameter.grad
-        if gradient is None and item.copies is not None and item.parameter.requires_grad and not wrapped:
+        gradient = item.parameter.grad
+        if gradient is None and item.copies is not None and item.parameter.requires_grad:
             # The stage that shares it waits to sum.
             gradient = torch.zeros_like(item.parameter)
         if gradient is not None:
-            found[item.name] = gradient.detach().to(wide_dtype(gradient.dtype), copy=not wrapped)
-    if not wrapped:
-        sum_among_holders([(found[p.name], p.sharding, p.axis) for p in parameters if p.name in found])
-        sum_among_copies([(found[p.name], p.copies) for p in parameters if p.name in found and p.copies is not None])
+            found[item.name] = whole_rows(gradient).detach().to(wide_dtype(gradient.dtype), copy=True)
+    sum_among_holders([(found[p.name], p.sharding, p.axis) for p in parameters if p.name in found])
+    sum_among_copies([(found[p.name], p.copies) for p in parameters if p.name in found and p.copies is not None])
     return found
 
 
@@ -134,4 +145,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], grid: Gr
         raise ValueError(f"this state is not of this model:\n  {shown}")
     with torch.no_grad():
         for name, item in known.items():
-            item.parameter.copy_(take_rows(state[name], item.sharding, item.axis.rank))
+            rows = take_rows(state[name], item.sharding, item.axis.rank)
+            if is_cut(item.parameter):
+                part = Piece(item.sharding, item.axis, cuts_of(item.parameter), shards_of(item.parameter))
+                local_part(item.parameter).copy_(part.take(rows.contiguous()))
+            else:
+                item.parameter.copy_(rows)

@@ -19,6 +19,8 @@ from gridtron.core.data.batch import Batch
 from gridtron.core.optim.config import OptimizerConfig
 from gridtron.models import GPT, GPTConfig
 from gridtron.parallel import full_state_dict
+from gridtron.parallel.data_parallel.config import DataParallelConfig
+from gridtron.parallel.data_parallel.fsdp import whole_rows
 from gridtron.parallel.engine import TrainingEngine
 from gridtron.parallel.pipeline import build_schedule
 from gridtron.parallel.recompute import RecomputeConfig
@@ -56,6 +58,9 @@ class Case:
     micro_batch_size: int = 4
     recompute: str = "none"
     bucket_bytes: int = 4096
+    zero: int = 0
+    shard_size: int | None = None
+    reduce: str | None = None
     schedule: str | None = None
     chunks: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
@@ -75,6 +80,9 @@ class Case:
             micro_batch_size=self.global_batch_size,
             recompute="none",
             bucket_bytes=4096,
+            zero=0,
+            shard_size=None,
+            reduce=None,
             schedule=None,
             chunks=None,
             layers_per_stage=None,
@@ -120,10 +128,8 @@ def run_case(case: Case) -> dict[str, Any]:
             recompute=RecomputeConfig(case.recompute),
             dtype=torch.float64,
         )
-        from gridtron.parallel.data_parallel.config import DataParallelConfig
-
-        buckets = DataParallelConfig(bucket_bytes=case.bucket_bytes)
-        engine = TrainingEngine(model, grid, case.optimizer, buckets, schedule=schedule)
+        options = DataParallelConfig(case.zero, case.bucket_bytes, case.shard_size, case.reduce)
+        engine = TrainingEngine(model, grid, case.optimizer, options, schedule=schedule)
         result: dict[str, Any] = {"initial": full_state_dict(model, grid), "losses": [], "norms": []}
         for step in range(case.steps):
             own = split(global_batch(case, step), grid.data.size)[grid.data.rank]
@@ -136,7 +142,7 @@ def run_case(case: Case) -> dict[str, Any]:
         result["parameters"] = full_state_dict(model, grid)
         # What several ranks hold whole, and what two stages hold twice, must stay equal.
         result["replicas"] = {
-            (item.name, None if item.sharding.dim is None else item.axis.rank): item.parameter.detach().clone()
+            (item.name, None if item.sharding.dim is None else item.axis.rank): whole_rows(item.parameter).clone()
             for item in engine.parameters
             if item.sharding.dim is None or item.copies is not None
         }

@@ -82,6 +82,12 @@ class ShardEntry:
 def _pieces(view: ShardedTensorView, writing: bool) -> list[tuple[tuple[int, ...], Tensor]]:
     """Offsets in the whole tensor and the local memory of each piece."""
     sharding, rank, local = view.sharding, view.axis_rank, view.local.detach()
+    if view.piece is not None:
+        if writing and not view.writer:
+            return []
+        counted = view.piece.counted() if writing else None
+        boxes = view.piece.boxes(counted)
+        return [(offsets, local[start:stop].view(sizes)) for (offsets, sizes), (start, stop) in boxes]
     assert tuple(local.shape) == sharding.local_shape(rank), (tuple(local.shape), sharding, rank)
     if writing and not view.writer:
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gridtron.core.pieces import Piece
 from gridtron.core.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -20,9 +21,11 @@ class ShardedTensorView:
         sharding: global shape and the rows of every rank along the tensor axis.
         axis_rank: this rank's place along the axis of ``sharding``.
         writer: False on replicas (data ranks above 0), whose rows another rank writes.
+        piece: where ``local`` is a flat range of the rows, one-dimensional, which.
     """
 
     local: Tensor
     sharding: Sharding
     axis_rank: int = 0
     writer: bool = True
+    piece: Piece | None = None

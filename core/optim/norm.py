@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,56 +10,114 @@ from torch import Tensor
 
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
+from gridtron.core.pieces import Piece
 from gridtron.core.sharding import Sharding
 from gridtron.core.torch_compat import norms_of, scale_
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Held:
-    """A gradient's local rows and how they lie over which axis."""
+    """The gradient of what this rank updates of a parameter, and where that lies in the whole.
+
+    ``Held(gradient, sharding, axis)`` stands for rows that no data rank cuts.
+    """
 
     gradient: Tensor
-    sharding: Sharding
-    axis: Axis
+    piece: Piece
+
+    def __init__(self, gradient: Tensor, piece: Piece | Sharding, axis: Axis | None = None) -> None:
+        whole = Piece(piece, axis or Axis("tensor")) if isinstance(piece, Sharding) else piece
+        object.__setattr__(self, "gradient", gradient)
+        object.__setattr__(self, "piece", whole)
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.piece.sharding
 
 
-def gradient_norm(held: Sequence[Held], axes: Sequence[Axis], device: torch.device | None = None) -> Tensor:
+def gradient_norm(
+    held: Sequence[Held], axes: Sequence[Axis], device: torch.device | None = None, shards: Axis | None = None
+) -> Tensor:
     """Euclidean norm of all gradients, a scalar in float64, equal on every rank.
 
-    Each rank adds the squares of the rows it owns: rows that several ranks hold count on the lowest, a whole parameter
-    counts on rank 0. A non-finite gradient on any rank makes the norm non-finite on all.
+    Each rank adds the squares of the numbers it owns: rows that several ranks hold count on the lowest, a whole
+    parameter counts on rank 0, a flat range where it is updated. A non-finite gradient on any rank makes the norm
+    non-finite on all.
 
     Args:
         held: gradients after every sum, so that replicas agree.
         axes: the axes over which parameters are split: tensor and pipeline.
         device: of the result, where this rank may hold no gradient; default: that of the gradients.
+        shards: the ranks over which flat ranges are cut, where some are: one that is not cut counts on the first.
     """
     if device is None:
         device = held[0].gradient.device if held else torch.device("cpu")
-    pieces = [piece for item in held for piece in _owned(item)]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if pieces:
-        norms = norms_of(pieces)
-        total += torch.stack([norm.double() for norm in norms]).square().sum()
-    for axis in axes:
+    squares = _squares(held, shards)
+    if squares:
+        total += torch.stack(squares).sum()
+    for axis in [*axes, *([shards] if shards else [])]:
         all_reduce(total, axis)
     return total.sqrt()
 
 
-def _owned(item: Held) -> list[Tensor]:
-    sharding, rank = item.sharding, item.axis.rank
-    if sharding.dim is None:
-        return [item.gradient] if rank == 0 else []
-    if not sharding.shared():
-        return [item.gradient] if item.gradient.numel() else []
-    return [
-        item.gradient.narrow(sharding.dim, low, high - low)
-        for _, (low, high) in sharding.local_slices(rank, sharding.owned(rank))
-    ]
+def norms_by_name(
+    held: Mapping[str, Held],
+    names: Sequence[str],
+    axes: Sequence[Axis],
+    device: torch.device | None = None,
+    shards: Axis | None = None,
+) -> dict[str, float]:
+    """Euclidean norm of each parameter's gradient, equal on every rank, by one reduction for all an axis.
+
+    Args:
+        held: by name, those of this rank that count: of a weight on several stages, the first one's.
+        names: of all parameters of all stages, the same list on every rank. 0.0 where no rank has a gradient.
+        axes, device, shards: as for :func:`gradient_norm`.
+    """
+    if device is None:
+        device = next((item.gradient.device for item in held.values()), torch.device("cpu"))
+    place = {name: index for index, name in enumerate(names)}
+    assert held.keys() <= place.keys(), sorted(held.keys() - place.keys())
+    total = torch.zeros(len(place), dtype=torch.float64, device=device)
+    counted = [name for name, item in held.items() for _ in _owned(item, shards)]
+    squares = _squares(list(held.values()), shards)
+    if squares:
+        where = torch.tensor([place[name] for name in counted], device=device)
+        total.index_add_(0, where, torch.stack(squares))
+    for axis in [*axes, *([shards] if shards else [])]:
+        all_reduce(total, axis)
+    return dict(zip(place, total.sqrt().tolist(), strict=True))
 
 
-def clip_(held: Sequence[Held], norm: Tensor, limit: float) -> None:
-    """In place: scales all gradients so that their norm is at most ``limit``; nothing where it is already."""
-    if norm <= limit or not held:
-        return
-    scale_([item.gradient for item in held], float(limit / norm))
+def _squares(held: Sequence[Held], shards: Axis | None) -> list[Tensor]:
+    """The square of the norm of each part that counts on this rank, in float64."""
+    parts = [part for item in held for part in _owned(item, shards)]
+    return [norm.double().square() for norm in norms_of(parts)] if parts else []
+
+
+def _owned(item: Held, shards: Axis | None) -> list[Tensor]:
+    """The parts of a gradient that count on this rank; none of them is empty."""
+    piece, gradient = item.piece, item.gradient
+    if piece.cuts is None and shards is not None and shards.rank != 0:
+        return []
+    counted = piece.counted()
+    flat = gradient.reshape(-1)
+    parts = [flat] if counted is None else [flat[start:stop] for start, stop in counted]
+    return [part for part in parts if part.numel()]
+
+
+def clip_(held: Sequence[Held], norm: Tensor, limit: float, unscale: float = 1.0) -> None:
+    """In place, in one pass: gradients times ``unscale``, and scaled so that their norm is at most ``limit``.
+
+    Args:
+        held: the gradients, still times the loss scale.
+        norm: of the gradients times ``unscale``.
+        limit: largest norm; 0: no clipping.
+        unscale: one over the loss scale.
+    """
+    factor = unscale
+    if limit > 0 and norm > limit:
+        factor *= float(limit / norm)
+    if factor != 1.0 and held:
+        scale_([item.gradient for item in held], factor)

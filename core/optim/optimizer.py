@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gridtron.core.errors import JobError
 from gridtron.core.optim.config import OptimizerConfig
+from gridtron.core.pieces import Piece
 from gridtron.core.precision import wide_dtype
+from gridtron.core.sharding import Sharding
+
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""Classes of torch.optim that update each number by its own gradient and state alone."""
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: not to biases and norms, which have one dimension."""
-    return parameter.ndim > 1
+def decays(shape: Sequence[int]) -> bool:
+    """Whether weight decay applies to a parameter of this global shape: not to biases and norms, which have one
+    dimension, whatever part of them a rank updates."""
+    return len(shape) > 1
 
 
 class Optimizer:
     """torch's optimizer over main weights, its states known by the parameters' names.
 
     A parameter narrower than float32 has a main weight in float32, which the optimizer updates; the parameter is a
-    rounded copy of it. Others are their own main weights.
+    rounded copy of it. Others are their own main weights. Where something else writes a parameter (loaded weights), the
+    main weight follows at the next step.
 
     Args:
-        parameters: the trained ones by name.
+        parameters: what this rank updates of the trained ones, by name: its rows, or a flat range of them.
         config: which optimizer and its constants.
         build: makes the optimizer from parameter groups, in place of the one that ``config`` names. Called once more,
             on copies, where its states must be known before its first step.
+        pieces: where each of ``parameters`` lies in the whole; None: each is whole.
+
+    Raises:
+        JobError: ``build`` gives an optimizer that looks at whole tensors, and a data rank holds only a part of them.
     """
 
     def __init__(
@@ -35,12 +47,18 @@ class Optimizer:
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
         build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+        pieces: Mapping[str, Piece] | None = None,
     ):
         self.parameters = dict(parameters)
+        self.pieces = dict(pieces or {name: Piece(Sharding.whole(p.shape)) for name, p in self.parameters.items()})
+        for name, parameter in self.parameters.items():
+            assert tuple(parameter.shape) == self.pieces[name].shape, (name, parameter.shape, self.pieces[name])
         self.main = {name: _main_weight(parameter) for name, parameter in self.parameters.items()}
+        self._versions: dict[str, int] = {}
+        self.note_weights()
         groups: list[dict[str, Any]] = [
             {
-                "params": [main for name, main in self.main.items() if decays(name, main) == decay],
+                "params": [main for name, main in self.main.items() if self._decays(name) == decay],
                 "weight_decay": float(getattr(config, "weight_decay", 0.0)) if decay else 0.0,
             }
             for decay in (True, False)
@@ -54,28 +72,61 @@ class Optimizer:
         self.inner = (build(groups) if build else _build(groups, config)) if groups else None
         if build is None:
             self.make_states()
+        elif self.inner is not None:
+            _check_elementwise(self.inner, self.pieces)
 
+    def _decays(self, name: str) -> bool:
+        return decays(self.pieces[name].sharding.shape)
+
+    # ---------------------------------------------------------------- a step
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """One update at the rate ``lr``; parameters without a gradient stay as they are."""
         if self.inner is None:
             return
+        self.refresh()
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, main in self.main.items():
             main.grad = gradients.get(name)
         self.inner.step()
-        for name, parameter in self.parameters.items():
-            main = self.main[name]
-            if main is not parameter:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                main = self.main[name]
                 main.grad = None
-                with torch.no_grad():
+                if main is not parameter:
                     parameter.copy_(main)
+        self.note_weights()
 
+    def refresh(self) -> None:
+        """Main weights follow parameters that were written from outside since :meth:`note_weights`.
+
+        Parameters in one buffer share its counter of writes, so that a counter which moved says only that something
+        may have changed: the numbers decide, each for itself, and a number that is its main weight's rounded copy keeps
+        that main weight.
+        """
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                main = self.main[name]
+                if main is not parameter and parameter._version != self._versions[name]:
+                    same = main.to(parameter.dtype) == parameter
+                    main.copy_(torch.where(same, main, parameter.to(main.dtype)))
+                    self._versions[name] = parameter._version
+
+    def note_weights(self) -> None:
+        """The parameters are as the main weights say: what wrote them last was no load of other weights.
+
+        For whoever writes them on the optimizer's behalf (a gather after a step); a call saves :meth:`refresh` a look.
+        """
+        self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
+
+    # ---------------------------------------------------------------- states
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Every state tensor: parameter's name -> state's name -> tensor; main weights as "main".
 
-        A plain number that a foreign optimizer keeps is a float64 tensor here; :meth:`take_states` gives it back.
+        Of a parameter that is cut, they are one-dimensional like the part. A plain number of a foreign optimizer
+        is a float64 tensor here, and :meth:`take_states` gives it back.
         """
+        self.refresh()
         found: dict[str, dict[str, Tensor]] = {}
         self._numbers = {}
         for name, main in self.main.items():
@@ -132,7 +183,8 @@ class Optimizer:
                 self._stateless.add(name)
 
     def take_states(self) -> None:
-        """After the tensors of :meth:`states` were filled: the optimizer goes on with them."""
+        """After the tensors of :meth:`states` were filled: the optimizer goes on with them; main weights are right."""
+        self.note_weights()
         if self.inner is None:
             return
         for name, state in self._waiting.items():
@@ -148,6 +200,21 @@ def _main_weight(parameter: nn.Parameter) -> nn.Parameter:
     if wide == parameter.dtype:
         return parameter
     return nn.Parameter(parameter.detach().to(wide))
+
+
+def _check_elementwise(inner: torch.optim.Optimizer, pieces: Mapping[str, Piece]) -> None:
+    """Of a tensor that data ranks cut, an optimizer sees a flat range here: right only where numbers stand alone."""
+    known = type(inner) in [getattr(torch.optim, name) for name in _ELEMENTWISE]
+    if known or getattr(inner, "elementwise", False):
+        return
+    for name, piece in pieces.items():
+        if piece.cuts is not None and piece.shards.size > 1:
+            raise JobError(
+                f"the optimizer {type(inner).__name__} is not known to update each number by its own gradient alone, "
+                f"and {piece.shards.size} data ranks share the update of {name}, a flat range each; set "
+                f"data_parallel.zero=0, or, if it is so, elementwise = True in the class",
+                agreed=True,
+            )
 
 
 def _build(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

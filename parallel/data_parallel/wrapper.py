@@ -1,26 +1,32 @@
-"""Data parallelism: the same module on every rank of an axis, gradients summed over it."""
+"""Data parallelism: the same module on every rank of an axis, gradients summed over it, states whole or cut by ZeRO."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gridtron.core.communication import broadcast_from_first
+from gridtron.core.communication import broadcast_from_first, split_axis
 from gridtron.core.grid import Axis
+from gridtron.core.pieces import Piece
 from gridtron.core.precision import wide_dtype
-from gridtron.parallel.data_parallel.buckets import make_buckets
-from gridtron.parallel.parameters import NamedParameter, named_parameters, sum_among_copies, sum_among_holders
+from gridtron.parallel.data_parallel.buckets import Reduction
+from gridtron.parallel.data_parallel.config import reduces_each
+from gridtron.parallel.data_parallel.fsdp import FullyShard, cuts_of, local_part
+from gridtron.parallel.data_parallel.reducer import Reducer
+from gridtron.parallel.parameters import NamedParameter, named_parameters, sum_among_copies, sum_among_pieces
 
 
 class DataParallel(nn.Module):
     """Sums gradients over ``axis`` behind the backward pass, and over the holders of shared parameters.
 
     The sum is plain: divide the loss by the global count of what it averages over. All microbatches but the last run
-    under :meth:`no_reduce`; :meth:`finish_step` waits, after which ``parameter.grad`` is what an optimizer should take.
+    under :meth:`no_reduce`; :meth:`finish_step` waits, after which ``.grad`` of :meth:`optimizer_parameters` is what an
+    optimizer should take. With ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) those are this rank's ranges of the
+    parameters, and the next forward pass fetches what the other ranks made of theirs.
 
     Every gradient comes through one door, :meth:`accumulate_gradient`: autograd's hook calls it, and so may code that
     finishes a gradient later than autograd does.
@@ -28,25 +34,32 @@ class DataParallel(nn.Module):
     Args:
         module: the same on every rank; parameters and buffers are broadcast from the axis's first rank.
         axis: Axis, one-dimensional DeviceMesh, ProcessGroup, or None (one rank: the holders' sums remain).
-        zero: only 0 is built: all states on every rank.
+        zero: 0: all states on every rank; 1: the optimizer's are cut over the ranks; 2: gradients too, which are
+            reduced after each microbatch; 3: parameters too, by torch's FSDP2.
         bucket_bytes: size of a bucket in bytes.
         reduce_dtype: dtype in which gradients travel; default that in which they accumulate, float32 or wider.
-        set_grad: finish_step() sets ``parameter.grad``, in the parameter's dtype; False where :meth:`gradient` is read
-            instead, which saves a copy of gradients that accumulate wider than their parameters.
-        shard_size: of hybrid sharding; goes with zero above 0, which is not built.
+        shard_size: with zero above 0: states are cut over groups of so many neighbours, and whole over all groups
+            (hybrid sharding); default: over all ranks.
+        set_grad: finish_step() sets ``.grad``, in the parameter's dtype; False where :meth:`gradient` is read instead,
+            which saves a copy of gradients that accumulate wider than their parameters.
+        reduce: "each" microbatch or "last"; default: each from zero=2 on.
+        units: key -> parameters whose gradients are complete together (:meth:`end_pass`): stages of a pipeline.
+        defer: weight gradients come apart from the backward pass, and are reduced once after it.
 
     Raises:
-        ValueError: zero above 0, a shard_size, or bucket_bytes under 1.
+        ValueError: an unknown zero or reduce, a shard_size that does not divide the axis or without zero, or
+            bucket_bytes under 1.
 
     Example:
-        >>> model = DataParallel(module, grid.data)
+        >>> model = DataParallel(module, grid.data, zero=2)
+        >>> optimizer = torch.optim.AdamW(model.optimizer_parameters())
         >>> for batch in microbatches[:-1]:
         ...     with model.no_reduce():
         ...         (loss(model(batch)) / count).backward()
         >>> (loss(model(microbatches[-1])) / count).backward()
         >>> model.finish_step()
         >>> optimizer.step()
-        >>> optimizer.zero_grad()
+        >>> model.zero_grad()
     """
 
     leaves_no_trace = True
@@ -61,35 +74,108 @@ class DataParallel(nn.Module):
         shard_size: int | None = None,
         *,
         set_grad: bool = True,
+        reduce: str | None = None,
+        units: Mapping[Hashable, Iterable[nn.Parameter]] | None = None,
+        defer: bool = False,
     ):
         super().__init__()
-        if zero != 0 or shard_size is not None:
-            raise ValueError(f"zero={zero}, shard_size={shard_size}: only zero=0 without shard_size is built")
+        if zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero={zero}: it is 0, 1, 2 or 3")
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}: a bucket holds at least 1 byte")
+        if shard_size is not None and zero == 0:
+            raise ValueError(f"shard_size={shard_size} cuts what zero=0 keeps whole; give zero=1, 2 or 3, or leave it")
         self.module = module
         self.axis = Axis.of(axis)
-        self.reduce_dtype = reduce_dtype
-        self._named = named_parameters(module)
-        tensors = [item.parameter.detach() for item in self._named] + [*module.buffers()]
-        broadcast_from_first(tensors, self.axis)
-        self._copied = [(i, i.copies) for i in self._named if i.copies is not None and i.parameter.requires_grad]
-        self._summed = [i for i in self._named if i.axis.size > 1 and (i.sharding.partial or i.sharding.shared())]
-        # A gradient that no other rank has a part in, already wide, needs no door: autograd's own .grad accumulates it.
-        guarded = [item.parameter for item in self._named if item.parameter.requires_grad and self._travels(item)]
-        self._buckets = make_buckets(guarded, bucket_bytes)
-        self._frozen = [item for item in self._named if not item.parameter.requires_grad and self._travels(item)]
-        self._place = {p: (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)}
-        for parameter in self._place:
+        self.zero = zero
+        self.each = reduces_each(zero, reduce)
+        self.shards, self.replicas = _cut(self.axis, zero, shard_size)
+        self._set_grad = set_grad
+        broadcast_from_first([*(p.detach() for p in module.parameters()), *module.buffers()], self.axis)
+        self._fully: FullyShard | None = None
+        if zero == 3 and self.shards.size > 1:
+            self._fully = FullyShard(module, self.shards, self.replicas, reduce_dtype, self.each, defer)
+        self.named = named_parameters(module)
+        self._copied = [(i, i.copies) for i in self.named if i.copies is not None and i.parameter.requires_grad]
+        self._summed = [
+            i
+            for i in self.named
+            if i.axis.size > 1 and i.parameter.requires_grad and (i.sharding.partial or i.sharding.shared())
+        ]
+        self._frozen = [i for i in self.named if not i.parameter.requires_grad and (self._cuts or self._travels(i))]
+        release = zero >= 2 and self._cuts
+        reduction = Reduction(self.shards, self.replicas, self.each, release, reduce_dtype)
+        self._reducer = Reducer(self._units(units), self._apart(), bucket_bytes, reduction, self.axis)
+        self._parts = {p: self._part_of(p) for p in self._trained()}
+        for parameter in self._reducer.place:
             parameter.register_hook(self._before_gradient)
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
             parameter.gradient_door = self.accumulate_gradient  # type: ignore[attr-defined]
         self._reducing = True
-        self._set_grad = set_grad
         self._finished = False
         self._had_gradients = False
-        self._launched = 0
+        self._stale = False
         self._kept: dict[nn.Parameter, Tensor] = {}
+
+    # ---------------------------------------------------------------- what lies where
+    @property
+    def _cuts(self) -> bool:
+        return self.shards.size > 1
+
+    def _travels(self, item: NamedParameter) -> bool:
+        # A gradient that no other rank has a part in, already wide, needs no door: autograd's own .grad takes it.
+        if self._fully is not None and self._fully.holds(item.parameter):
+            return False
+        wide = item.parameter.dtype == wide_dtype(item.parameter.dtype)
+        return self.axis.size > 1 or item in self._summed or item.copies is not None or not wide
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [item.parameter for item in self.named if item.parameter.requires_grad]
+
+    def _units(self, units: Mapping[Hashable, Iterable[nn.Parameter]] | None) -> dict[Hashable, list[nn.Parameter]]:
+        """Parameters that come through the door, by unit; those that no unit has wait for the end of the step."""
+        guarded = [i.parameter for i in self.named if i.parameter.requires_grad and self._travels(i)]
+        known = {parameter: key for key, held in (units or {}).items() for parameter in held}
+        found: dict[Hashable, list[nn.Parameter]] = {key: [] for key in (units or {})}
+        for parameter in guarded:
+            found.setdefault(known.get(parameter), []).append(parameter)
+        return {key: held for key, held in found.items() if held}
+
+    def _apart(self) -> dict[nn.Parameter, Hashable]:
+        """Shares that are summed with those of other stages or tensor ranks must be cut in the same way there."""
+        if not self._cuts:
+            return {}
+        partial = {item.parameter: "partial" for item in self._summed if item.sharding.dim is None}
+        return {**partial, **{item.parameter: item.name for item, _ in self._copied}}
+
+    def cuts(self, parameter: nn.Parameter) -> tuple[tuple[int, int], ...] | None:
+        """Of every rank of ``shards``, the range of the flattened parameter that it updates; None: all of it."""
+        if self._fully is not None and self._fully.holds(parameter):
+            return cuts_of(parameter)
+        if self._cuts and parameter in self._reducer:
+            bucket, index, _ = self._reducer.place[parameter]
+            return bucket.cuts(index)
+        return None
+
+    def piece(self, item: NamedParameter) -> Piece:
+        """Where the part of a parameter that this rank updates lies in the whole."""
+        return Piece(item.sharding, item.axis, self.cuts(item.parameter), self.shards, item.matrix)
+
+    def part(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What this rank updates of a trained parameter: itself, or its range of it, one-dimensional."""
+        return self._parts[parameter]
+
+    def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        if self._fully is not None and self._fully.holds(parameter):
+            return nn.Parameter(local_part(parameter))
+        if self._cuts and parameter in self._reducer:
+            bucket, index, _ = self._reducer.place[parameter]
+            return nn.Parameter(bucket.weight_part(index))
+        return parameter
+
+    def optimizer_parameters(self) -> list[nn.Parameter]:
+        """What an optimizer on this rank should take: the trained parameters, or this rank's ranges of them."""
+        return list(self._parts.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for item in self._frozen:
@@ -98,11 +184,15 @@ class DataParallel(nn.Module):
                     f"{item.name} was frozen when DataParallel was made and is trained now: its gradient would not be "
                     "summed; unfreeze it first and wrap the module then"
                 )
+        if self._stale:
+            self.gather_parameters()
         return self.module(*args, **kwargs)
 
-    def _travels(self, item: NamedParameter) -> bool:
-        wide = item.parameter.dtype == wide_dtype(item.parameter.dtype)
-        return self.axis.size > 1 or item in self._summed or item.copies is not None or not wide
+    def gather_parameters(self) -> None:
+        """Fetches the ranges that the other ranks updated; every rank calls it, at the latest in the next forward."""
+        self._stale = False
+        if self._cuts:
+            self._reducer.gather_parameters()
 
     # ---------------------------------------------------------------- the door
     def _before_gradient(self, gradient: Tensor) -> None:
@@ -113,10 +203,11 @@ class DataParallel(nn.Module):
 
     def _begin_step(self) -> None:
         """Gradients that the last step left, zero or not, will be added to the sums of this one, as autograd would."""
-        for parameter in self._place:
-            if parameter.grad is not None:
-                self._kept[parameter] = parameter.grad.clone()
-                parameter.grad = None
+        for parameter in self._reducer.place:
+            part = self._parts[parameter]
+            if part.grad is not None:
+                self._kept[parameter] = part.grad.clone()
+                part.grad = None
         self._clear()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -134,98 +225,158 @@ class DataParallel(nn.Module):
         """
         if self._finished:
             self._begin_step()
-        bucket, index = self._place[parameter]
-        if torch.promote_types(gradient.dtype, bucket.flat.dtype) != bucket.flat.dtype:
+        dtype = self._reducer.place[parameter][0].dtype
+        if torch.promote_types(gradient.dtype, dtype) != dtype:
             raise RuntimeError(
                 f"{self._name_of(parameter)} became {parameter.dtype} after DataParallel was made, and gradients would "
-                f"accumulate in {bucket.flat.dtype}; convert the module first and wrap it then"
+                f"accumulate in {dtype}; convert the module first and wrap it then"
             )
-        if bucket.pending is not None:
+        if self._reducer.travels(parameter):
             raise RuntimeError(
                 f"a gradient of {self._name_of(parameter)} came after its bucket was reduced: run every microbatch but "
                 "the last under no_reduce(), and finish_step() after the last"
             )
-        bucket.add(index, gradient, self._reducing)
-        if self._reducing:
-            self._launch_complete()
+        self._reducer.accumulate(parameter, gradient, self._reducing)
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(item.name for item in self._named if item.parameter is parameter)
-
-    def _launch_complete(self) -> None:
-        # In order of the buckets, whatever finishes first: collectives must start in one order on every rank.
-        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
-            self._buckets[self._launched].start_reduction(self.axis, self.reduce_dtype)
-            self._launched += 1
+        return next(item.name for item in self.named if item.parameter is parameter)
 
     @contextmanager
     def no_reduce(self) -> Iterator[None]:
-        """Gradients of backward passes inside accumulate on this rank and do not travel yet."""
-        before, self._reducing = self._reducing, False
+        """Around each microbatch but the last.
+
+        Gradients of backward passes inside accumulate on this rank and do not travel; where each microbatch is reduced
+        by itself (zero 2 and 3) they have travelled on leaving, so that every rank must have as many of them.
+        """
+        before = self._reducing
+        if self._fully is not None:
+            self._fully.last_microbatch(False)
+        self._reducing = self.each and self._reducing
         try:
             yield
         finally:
             self._reducing = before
+            if self._fully is not None:
+                self._fully.last_microbatch(True)
+        if self.each and before:
+            self._end_microbatch()
 
+    def _end_microbatch(self) -> None:
+        if self._finished:
+            self._begin_step()
+        for key in self._reducer.units:
+            self._reducer.flush(key)
+
+    @contextmanager
+    def unit_pass(self, key: Hashable, last: bool, whole: bool) -> Iterator[None]:
+        """Around a pass that makes gradients of one unit.
+
+        Args:
+            key: of the unit.
+            last: no more gradients of it will come in this step.
+            whole: the pass makes all gradients of a microbatch, so that they may travel while it still runs.
+        """
+        if self._finished:
+            self._begin_step()
+        before, self._reducing = self._reducing, whole and (last or self.each)
+        if self._fully is not None:
+            self._fully.last_microbatch(last, key)
+        try:
+            yield
+        finally:
+            self._reducing = before
+        if last and not self.each:
+            self._reducer.complete(key)
+
+    def end_microbatch_of(self, key: Hashable) -> None:
+        """All gradients of one microbatch of a unit have come: they travel now where each microbatch's do."""
+        if self.each:
+            self._reducer.flush(key)
+
+    @contextmanager
+    def deferred_step(self) -> Iterator[None]:
+        """Around a step whose weight gradients come apart from the backward pass."""
+        if self._fully is None:
+            yield
+            return
+        with self._fully.deferred_step():
+            yield
+
+    # ---------------------------------------------------------------- the end of a step
     def finish_step(self) -> None:
         """Waits until every gradient is the sum over the axis and over its holders; a second call does nothing."""
-        if not self._buckets or (self._finished and not self._begun_anew()):
+        if not self._parts or (self._finished and not self._begun_anew()):
             return
         if self._finished:
             self._clear()
-        for bucket in self._buckets[self._launched :]:
-            bucket.start_reduction(self.axis, self.reduce_dtype)
-        for bucket in self._buckets:
-            bucket.finish_reduction()
-        self._launched = len(self._buckets)
-        held = [(self.gradient(item.parameter), item.sharding, item.axis) for item in self._summed]
-        sum_among_holders([(gradient, sharding, axis) for gradient, sharding, axis in held if gradient is not None])
+        self._reducer.finish()
+        if self._fully is not None:
+            self._fully.finish()
+        held = [(self.gradient(item.parameter), self.piece(item)) for item in self._summed]
+        sum_among_pieces([(gradient, piece) for gradient, piece in held if gradient is not None])
         sum_among_copies([(self._present(item.parameter), copies) for item, copies in self._copied])
         for parameter, kept in self._kept.items():
-            bucket, index = self._place[parameter]
-            bucket.keep(index, kept)
+            bucket, index, _ = self._reducer.place[parameter]
+            bucket.add_reduced(index, kept)
         self._kept = {}
-        for parameter in self._place if self._set_grad else ():
-            gradient = self.gradient(parameter)
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        if self._set_grad:
+            self._set_gradients()
         self._finished = True
-        self._had_gradients = any(parameter.grad is not None for parameter in self._place)
+        self._stale = self._cuts
+        self._had_gradients = any(self._parts[parameter].grad is not None for parameter in self._reducer.place)
 
-    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """All gradients of ``parameters`` came under :meth:`no_reduce` and no more will: their buckets may travel."""
-        for parameter in parameters:
-            if parameter in self._place:
-                bucket, index = self._place[parameter]
-                bucket.landed.add(index)
-        self._launch_complete()
+    def _set_gradients(self) -> None:
+        for parameter, part in self._parts.items():
+            if part is not parameter or parameter in self._reducer:
+                gradient = self.gradient(parameter)
+                part.grad = None if gradient is None else gradient.to(part.dtype)
 
     def _present(self, parameter: nn.Parameter) -> Tensor:
         """A gradient that others wait to sum: zeros where this rank has none."""
-        bucket, index = self._place[parameter]
-        if not bucket.arrived[index]:
-            bucket.keep(index, torch.zeros_like(bucket.views[index]))
-        return bucket.views[index]
+        if parameter in self._reducer:
+            return self._reducer.present(parameter)
+        assert self._fully is not None
+        return self._fully.present(parameter)
 
     def _begun_anew(self) -> bool:
         """Whether optimizer.zero_grad() forgot the finished step: then a rank without any backward still takes part."""
-        return self._had_gradients and all(parameter.grad is None for parameter in self._place)
+        return self._had_gradients and all(self._parts[parameter].grad is None for parameter in self._reducer.place)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """A parameter's gradient in the wide dtype, this rank's rows; None where there is none on any rank."""
-        if parameter not in self._place:
-            return parameter.grad
-        bucket, index = self._place[parameter]
-        return bucket.views[index] if bucket.arrived[index] else None
+        """A parameter's gradient in the wide dtype: of this rank's rows, or of its range of them, one-dimensional;
+        None where there is none on any rank."""
+        if parameter in self._reducer:
+            return self._reducer.gradient(parameter)
+        if self._fully is not None and self._fully.holds(parameter):
+            return self._fully.gradient(parameter)
+        return parameter.grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients."""
         super().zero_grad(set_to_none)
+        for part in self._parts.values():
+            if part.grad is not None:
+                part.grad = None if set_to_none else part.grad.detach().zero_()
         self._kept = {}
         if set_to_none:
             self._clear()
 
     def _clear(self) -> None:
-        for bucket in self._buckets:
-            bucket.clear()
-        self._launched = 0
+        self._reducer.clear()
         self._finished = False
+
+
+def _cut(axis: Axis, zero: int, shard_size: int | None) -> tuple[Axis, Axis]:
+    """(ranks over which states are cut, ranks that keep the same)."""
+    if zero == 0:
+        return Axis("data"), axis
+    if shard_size is None or shard_size == axis.size:
+        return axis, Axis("data")
+    if shard_size < 1 or axis.size % shard_size:
+        fitting = [size for size in range(1, axis.size + 1) if axis.size % size == 0]
+        nearest = min(fitting, key=lambda size: abs(size - shard_size))
+        raise ValueError(
+            f"shard_size={shard_size}: it divides the {axis.size} ranks of the {axis.name} axis; "
+            f"nearest: shard_size={nearest}"
+        )
+    return split_axis(axis, shard_size)
