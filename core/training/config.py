@@ -41,6 +41,10 @@ class EvaluationConfig:
 class LoggingConfig:
     every: int = option(1, "steps between rows on the console", minimum=1)
     tensorboard: bool = option(True, "write TensorBoard events to the run's tensorboard/")
+    grad_norms: bool = option(
+        False,
+        "the norm of each parameter's gradient, before clipping, in every row of metrics.jsonl and in TensorBoard",
+    )
     trace: bool = option(
         False,
         "write a step's real timeline, each pipeline rank's, as a Chrome trace to the run's trace/, and tell the "

@@ -43,7 +43,7 @@ class JsonLinesLogger:
 
 
 class TensorBoardLogger:
-    """Every number of a row as a scalar under ``train/`` or ``evaluation/``, at its step.
+    """Every number of a row as a scalar under ``train/`` or ``evaluation/``, at its step; norms by name apart.
 
     Args:
         directory: of the event files.
@@ -61,6 +61,8 @@ class TensorBoardLogger:
         for key, value in row.items():
             if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
                 self._writer.add_scalar(f"{prefix}/{key}", value, row["step"])
+        for name, norm in row.get("grad_norms", {}).items():
+            self._writer.add_scalar(f"grad_norms/{name}", norm, row["step"])
 
     def close(self) -> None:
         self._writer.close()

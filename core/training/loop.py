@@ -147,7 +147,7 @@ class TrainingLoop:
         self.progress = Progress(
             step, self.data.next_position(self.progress.position), self.progress.tokens + loss.tokens
         )
-        row = {
+        row: dict[str, Any] = {
             "step": step,
             "loss": loss.loss,
             "grad_norm": outcome.grad_norm,
@@ -155,6 +155,10 @@ class TrainingLoop:
             "tokens": self.progress.tokens,
             **cost,
         }
+        if outcome.loss_scale is not None:
+            row["loss_scale"] = outcome.loss_scale
+        if outcome.grad_norms is not None:
+            row["grad_norms"] = dict(outcome.grad_norms)
         if not outcome.applied:
             row["skipped"] = True
         self._log(row)

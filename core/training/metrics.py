@@ -29,6 +29,8 @@ def format_row(row: Mapping[str, Any]) -> str:
 def _format(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.17g}" if math.isfinite(value) else "null"
+    if isinstance(value, Mapping):
+        return format_row(value)
     return json.dumps(value)
 
 

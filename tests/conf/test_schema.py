@@ -28,7 +28,7 @@ lr_schedule.name lr_schedule.warmup_steps lr_schedule.decay_steps lr_schedule.mi
 data.path data.tokenizer data.held_out data.directory
 evaluation.every evaluation.steps
 checkpoint.every checkpoint.resume checkpoint.allow_changes
-logging.every logging.tensorboard logging.trace logging.profile
+logging.every logging.tensorboard logging.grad_norms logging.trace logging.profile
 launch.processes
 plugins
 """

@@ -70,11 +70,12 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path)
-    logger.log(ROW | {"mfu": None})
+    logger.log(ROW | {"mfu": None, "grad_norms": {"blocks.0.norm.weight": 0.5}})
     logger.log({"step": 4, "eval_loss": 2.25})
     logger.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert events.Scalars("train/loss")[0].value == 2.5
     assert events.Scalars("evaluation/eval_loss")[0].step == 4
-    assert "train/mfu" not in events.Tags()["scalars"]
+    assert events.Scalars("grad_norms/blocks.0.norm.weight")[0].value == 0.5
+    assert not {"train/mfu", "train/grad_norms"} & set(events.Tags()["scalars"])

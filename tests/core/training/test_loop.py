@@ -75,6 +75,21 @@ def test_rows_say_what_the_contract_says(tmp_path: Path) -> None:
     assert [(row["step"], row["eval_tokens"]) for row in evaluations] == [(4, 24), (6, 24)]
 
 
+class NormsEngine(ToyEngine):
+    """Norms by name and a loss scale, as an engine reports them that has them."""
+
+    def step(self, lr: float) -> StepOutcome:
+        outcome = super().step(lr)
+        norms = {"weight": outcome.grad_norm, "bias": math.inf}
+        return dataclasses.replace(outcome, loss_scale=1024.0, grad_norms=norms)
+
+
+def test_rows_hold_norms_by_name_and_the_loss_scale_where_there_are_some(tmp_path: Path) -> None:
+    make_loop(tmp_path, engine=NormsEngine(Grid.layout(1)), total_steps=2).run()
+    for row in read_rows(tmp_path / "metrics.jsonl"):
+        assert row["grad_norms"] == {"weight": row["grad_norm"], "bias": None} and row["loss_scale"] == 1024.0
+
+
 def test_floats_are_read_back_to_the_bit() -> None:
     values = [0.1, 1 / 3, 1e-300, 123456789.123456789, 2.0**-1074]
     row = json.loads(format_row({"step": 3, "values": None, **{f"v{i}": value for i, value in enumerate(values)}}))
