@@ -26,6 +26,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "data_parallel.zero": ("zero", "zero_stage", "use_distributed_optimizer", "fsdp"),
     "data_parallel.bucket_bytes": ("bucket_size", "bucket_cap_mb", "ddp_bucket_size", "reduce_bucket_size"),
     "precision.mode": ("precision", "dtype", "bf16", "fp16", "fp32", "torch_dtype", "mixed_precision", "amp"),
+    "precision.loss_scale": ("loss_scaling", "initial_loss_scale", "init_scale", "initial_scale_power"),
+    "precision.loss_scale_interval": ("loss_scale_window", "growth_interval", "scale_window"),
     "model.num_layers": ("layers", "n_layer", "n_layers", "num_hidden_layers", "depth"),
     "model.hidden_size": ("hidden", "n_embd", "d_model", "hidden_dim", "embed_dim", "model_dim", "dim"),
     "model.num_attention_heads": ("heads", "n_head", "n_heads", "num_heads"),
@@ -85,8 +87,6 @@ _NOT_BUILT: Mapping[str, str] = {
     "recompute.budget_bytes": "recomputing to a memory budget",
     "data_parallel.shard_size": "sharded optimizer state (ZeRO)",
     "data_parallel.reduce": "reducing once a step is what is done",
-    "precision.loss_scale": "fp16 and its loss scale",
-    "precision.loss_scale_interval": "fp16 and its loss scale",
     "train.compile": "torch.compile over a run",
     "data.packing": "packing modes; samples run over the ends of documents",
     "checkpoint.keep": "keeping only some checkpoints",
@@ -100,7 +100,6 @@ _NOT_BUILT: Mapping[str, str] = {
 
 
 _NOT_BUILT_VALUES: Mapping[tuple[str, Any], str] = {
-    ("precision.mode", "fp16"): "fp16 needs a loss scale, which is not built yet; nearest: bf16, or fp32 on a CPU",
     ("recompute.mode", "auto"): "choosing what to recompute to a memory budget is not built yet; nearest: selective",
     ("data_parallel.zero", 1): "sharded optimizer state (ZeRO) is not built yet; set data_parallel.zero=0",
     ("data_parallel.zero", 2): "sharded gradients (ZeRO) are not built yet; set data_parallel.zero=0",

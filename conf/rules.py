@@ -13,6 +13,7 @@ from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
 from gridtron.core.data.config import DataConfig
 from gridtron.core.layout import AXIS_NAMES, resolve_sizes
+from gridtron.core.precision import loss_scale_fault
 from gridtron.models.config import GPTConfig
 
 
@@ -268,6 +269,11 @@ def resume_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         )
 
 
+def precision_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    if fault := loss_scale_fault(plan.precision.loss_scale):
+        yield Violation(f"precision.loss_scale={plan.precision.loss_scale:g}: {fault}", {"precision.loss_scale"})
+
+
 RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     processes_rule,
     grid_rule,
@@ -276,6 +282,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     sequence_rule,
     pipeline_rule,
     batch_rule,
+    precision_rule,
     evaluation_rule,
     profile_rule,
     folders_rule,

@@ -111,6 +111,7 @@ def make_learning_rate(plan: Plan, grid: Grid) -> Callable[[int], float]:
 
 def make_callbacks(plan: Plan, grid: Grid, engine: Any = None) -> Callbacks:
     """The callbacks that the plan asks for, then those of plugins."""
+    from gridtron.core.precision import searches_scale
     from gridtron.core.training.callbacks import (
         Callbacks,
         GarbageCollection,
@@ -122,7 +123,7 @@ def make_callbacks(plan: Plan, grid: Grid, engine: Any = None) -> Callbacks:
 
     train = plan.train
     made: list[Callback] = [
-        StopOnNonFinite(train.max_nonfinite, train.on_nonfinite == "stop"),
+        StopOnNonFinite(train.max_nonfinite, train.on_nonfinite == "stop", searches_scale(plan.precision)),
         StackDump(_LONGEST_STEP),
     ]
     if train.garbage_collection_every:

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from gridtron.core.errors import JobError
+from gridtron.core.precision import LOWEST_SCALE
 from gridtron.core.training.protocols import Callback, RunInfo
 
 
@@ -121,21 +122,27 @@ def _named(callback: Callback, moment: str) -> Iterator[None]:
 class StopOnNonFinite(BaseCallback):
     """Ends the run after steps in a row whose gradient was not finite; every rank counts the same rows.
 
+    A step that is skipped to find a loss scale, under a scale above the lowest, does not count.
+
     Args:
         limit: so many in a row; 0: never.
         first: stop at the first of them (``train.on_nonfinite=stop``).
+        searches_scale: the loss scale of rows halves with every skipped step.
     """
 
-    def __init__(self, limit: int, first: bool = False):
+    def __init__(self, limit: int, first: bool = False, searches_scale: bool = False):
         self.limit = 1 if first else limit
+        self.searches_scale = searches_scale
         self.count = 0
 
     def on_step_end(self, step: int, row: Mapping[str, Any]) -> None:
-        self.count = self.count + 1 if row.get("skipped") else 0
+        searching = self.searches_scale and row.get("loss_scale", LOWEST_SCALE) > LOWEST_SCALE
+        self.count = self.count + 1 if row.get("skipped") and not searching else 0
         if self.limit and self.count >= self.limit:
             steps = "step" if self.count == 1 else f"{self.count} steps in a row"
             raise JobError(
-                f"the gradient of the last {steps} (to step {step}) was not finite, and the weights did not change; "
+                f"the gradient of the last {steps} (to step {step}) was not finite{_at_scale(row)}, "
+                "and the weights did not change; "
                 "lower optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data of these steps; "
                 "train.on_nonfinite=skip and train.max_nonfinite say when a run stops",
                 agreed=True,
@@ -146,6 +153,10 @@ class StopOnNonFinite(BaseCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count = int(state["count"])
+
+
+def _at_scale(row: Mapping[str, Any]) -> str:
+    return f" under the loss scale {row['loss_scale']:g}" if "loss_scale" in row else ""
 
 
 class GarbageCollection(BaseCallback):

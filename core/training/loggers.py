@@ -72,7 +72,8 @@ def describe_row(row: Mapping[str, Any], total_steps: int) -> str:
     """A row in words, for a person."""
     if "grad_norm" not in row:
         return f"step {row['step']}/{total_steps}  evaluation: loss {row['eval_loss']:.4f}"
-    skipped = "  gradient not finite: step skipped" if row.get("skipped") else ""
+    scale = f" under the loss scale {row['loss_scale']:g}" if "loss_scale" in row else ""
+    skipped = f"  gradient not finite{scale}: step skipped" if row.get("skipped") else ""
     return (
         f"step {row['step']}/{total_steps}  loss {row['loss']:.4f}  norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}  "
         f"{_rate(row['tokens_per_second'])} tokens/s{skipped}"

@@ -295,3 +295,13 @@ def test_data_and_resume():
 def test_surroundings_of_this_machine():
     here = Surroundings.here({"CUDA_VISIBLE_DEVICES": ""})
     assert here.cores >= 1 and here.devices == 0 and here.launched is None
+
+
+# ---------------------------------------------------------------- precision
+def test_a_loss_scale_is_a_power_of_two():
+    assert messages(plan(precision__mode="fp16", precision__loss_scale=2.0**10)) == []
+    (found,) = messages(plan(precision__mode="fp16", precision__loss_scale=1000.0))
+    assert found == (
+        "precision.loss_scale=1000: a loss scale is a power of two from 1 to 2^32, so that it changes no digit of a "
+        "gradient; nearest: 1024"
+    )

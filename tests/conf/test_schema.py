@@ -16,7 +16,7 @@ grid.data grid.pipeline grid.context grid.tensor grid.order grid.sequence_parall
 pipeline.schedule pipeline.chunks pipeline.layers_per_stage
 recompute.mode recompute.layers
 data_parallel.zero data_parallel.bucket_bytes
-precision.mode
+precision.mode precision.loss_scale precision.loss_scale_interval
 model.num_layers model.hidden_size model.num_attention_heads model.num_key_value_heads model.head_dim
 model.ffn_hidden_size model.vocab_size model.max_position_embeddings model.normalization model.norm_eps model.position
 model.rope_theta model.rope_scaling model.activation model.bias model.qkv_bias model.tie_embeddings model.dropout

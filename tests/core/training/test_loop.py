@@ -20,6 +20,7 @@ from gridtron.core.data.batch import IGNORE_INDEX, Batch
 from gridtron.core.data.stream import EvaluationStream, TrainingStream
 from gridtron.core.errors import JobError
 from gridtron.core.grid import Grid
+from gridtron.core.precision import LossScaler
 from gridtron.core.training.callbacks import (
     BaseCallback,
     CallbackError,
@@ -217,6 +218,28 @@ def test_steps_in_a_row_that_are_not_finite_stop_the_run(limit: int, first: bool
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert rows[-1]["step"] == last
     assert [row["step"] for row in rows if row.get("skipped")] == [s for s in (2, 3, 5, 6, 7, 8, 9) if s <= last]
+
+
+def skipped_steps(stop: StopOnNonFinite, scaler: LossScaler, steps: int) -> int:
+    """Overflows at every step; the last step before the run ended, or ``steps``."""
+    for step in range(1, steps + 1):
+        row = {"skipped": True, "loss_scale": scaler.scale}
+        scaler.update(False)
+        try:
+            stop.on_step_end(step, row)
+        except JobError as error:
+            assert f"under the loss scale {row['loss_scale']:g}," in str(error)
+            return step
+    return steps
+
+
+def test_a_search_for_the_loss_scale_ends_no_run_but_an_overflow_at_the_lowest_does() -> None:
+    # 2^16 to 2^1 are sixteen steps of the search; then those at 1 count.
+    assert skipped_steps(StopOnNonFinite(10, searches_scale=True), LossScaler(2.0**16), 99) == 26
+    assert skipped_steps(StopOnNonFinite(10, True, searches_scale=True), LossScaler(2.0**16), 99) == 17
+    assert skipped_steps(StopOnNonFinite(0, searches_scale=True), LossScaler(2.0**16), 99) == 99
+    # A constant scale searches nothing.
+    assert skipped_steps(StopOnNonFinite(10), LossScaler(2.0**16, 0), 99) == 10
 
 
 def test_the_count_of_steps_that_are_not_finite_survives_a_resume() -> None:
