@@ -73,12 +73,14 @@ def _gradients(model: nn.Module, parameters: list[NamedParameter]) -> dict[str, 
                 found[item.name] = model.piece(item).gather(gradient.detach().to(wide_dtype(gradient.dtype)))
         return found
     for item in parameters:
-        gradient = item.parameter.grad
-        if gradient is None and item.copies is not None and item.parameter.requires_grad:
+        if item.parameter.grad is not None:
+            gradient = whole_rows(item.parameter, "gradients")
+        elif item.copies is not None and item.parameter.requires_grad:
             # The stage that shares it waits to sum.
-            gradient = torch.zeros_like(item.parameter)
-        if gradient is not None:
-            found[item.name] = whole_rows(gradient).detach().to(wide_dtype(gradient.dtype), copy=True)
+            gradient = torch.zeros_like(whole_rows(item.parameter))
+        else:
+            continue
+        found[item.name] = gradient.to(wide_dtype(gradient.dtype), copy=True)
     sum_among_holders([(found[p.name], p.sharding, p.axis) for p in parameters if p.name in found])
     sum_among_copies([(found[p.name], p.copies) for p in parameters if p.name in found and p.copies is not None])
     return found

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
-from gridtron.core.pieces import Range
+from gridtron.core.pieces import Piece, Range
 from gridtron.core.precision import wide_dtype
+from gridtron.core.sharding import Sharding
 from gridtron.core.torch_compat import fsdp_add_gradient, fsdp_can_defer, fsdp_parameters, fsdp_reduce
 
 
@@ -69,6 +70,8 @@ class FullyShard:
         for root in self.roots.values():
             self.wrapped += _wrap(root, mesh, policy, ignored)
         self._known = {p.sharded_param: p for wrapped in self.wrapped for p in fsdp_parameters(wrapped)}
+        for item in self._known:
+            item.shards = shards
         self._arrived: set[nn.Parameter] = set()
         self._absent: set[nn.Parameter] = set()
         self._deferring = False
@@ -153,19 +156,21 @@ class FullyShard:
     def present(self, parameter: nn.Parameter) -> Tensor:
         """A gradient that others wait to sum: zeros where there is none."""
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = _zeros_like(parameter)
         return local_part(parameter.grad)
 
 
 def local_part(tensor: Any) -> Tensor:
     """This rank's rows of a tensor that FSDP2 has cut, flattened: a view."""
-    local: Tensor = tensor.detach().to_local()
-    return local.view(-1)
+    # Nothing else is asked of it as a DTensor: operations on those remember meshes whose process groups have ended.
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local.detach().view(-1)
 
 
 def cuts_of(parameter: Any) -> tuple[Range, ...]:
     """Of every rank, the range of the flattened parameter that it keeps: torch.chunk's rows of its first dimension."""
-    rows, ranks = parameter.shape[0], parameter.device_mesh.shape[-1]
+    rows, ranks = parameter.shape[0], shards_of(parameter).size
     stride = parameter.numel() // rows if rows else 0
     each = -(-rows // ranks)
     edges = [min(rank * each, rows) * stride for rank in range(ranks + 1)]
@@ -173,21 +178,38 @@ def cuts_of(parameter: Any) -> tuple[Range, ...]:
 
 
 def shards_of(parameter: Any) -> Axis:
-    """The ranks over which FSDP2 has cut a parameter."""
-    mesh = parameter.device_mesh
-    group = mesh.get_group(mesh.ndim - 1)
-    return Axis.of(group, "data")
-
-
-def whole_rows(tensor: Tensor) -> Tensor:
-    """A tensor, put together where FSDP2 has cut it: every rank that holds a part of it calls this."""
-    detached: Any = tensor.detach()
-    return detached.full_tensor() if is_cut(detached) else detached
+    """The ranks over which FSDP2 has cut a parameter: as we noted it, since a DTensor may carry the mesh of a process
+    group of the same ranks that has ended."""
+    shards: Axis = parameter.shards
+    return shards
 
 
 def is_cut(parameter: Any) -> bool:
     """Whether a parameter is one that FSDP2 has cut."""
-    return hasattr(parameter, "device_mesh")
+    return hasattr(parameter, "shards")
+
+
+def whole_rows(parameter: nn.Parameter, of: str = "parameters") -> Tensor:
+    """A parameter, or its gradient, put together where FSDP2 has cut it: every rank that holds a part calls this."""
+    tensor = parameter.grad if of == "gradients" else parameter
+    assert tensor is not None
+    if not is_cut(parameter):
+        return tensor.detach()
+    piece = Piece(Sharding.whole(tuple(parameter.shape)), cuts=cuts_of(parameter), shards=shards_of(parameter))
+    return piece.gather(local_part(tensor))
+
+
+def _zeros_like(parameter: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        torch.zeros_like(parameter.to_local().detach()),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _roots(module: nn.Module) -> Mapping[Hashable, nn.Module]:
