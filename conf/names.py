@@ -61,6 +61,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "optimizer.betas": ("adam_beta1", "adam_beta2", "beta1", "beta2"),
     "optimizer.eps": ("adam_eps", "adam_epsilon"),
     "optimizer.weight_decay": ("wd",),
+    "optimizer.ns_steps": ("muon_ns_steps", "muon_num_ns_steps", "newton_schulz_steps"),
+    "optimizer.momentum": ("sgd_momentum", "muon_momentum"),
     "optimizer.grad_clip": ("clip_grad", "max_grad_norm", "max_norm", "clip", "gradient_clip_val", "grad_norm_clip"),
     "lr_schedule.name": ("scheduler", "lr_scheduler", "lr_scheduler_type", "lr_decay_style", "schedule"),
     "lr_schedule.warmup_steps": ("warmup", "warmup_iters", "lr_warmup_iters", "num_warmup_steps"),
@@ -83,8 +85,6 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 
 _NOT_BUILT: Mapping[str, str] = {
     "grid.overlap": "overlapping communication with matrix products",
-    "recompute.operations": "choosing operations by hand",
-    "recompute.budget_bytes": "recomputing to a memory budget",
     "data_parallel.shard_size": "sharded optimizer state (ZeRO)",
     "data_parallel.reduce": "reducing once a step is what is done",
     "train.compile": "torch.compile over a run",
@@ -100,7 +100,6 @@ _NOT_BUILT: Mapping[str, str] = {
 
 
 _NOT_BUILT_VALUES: Mapping[tuple[str, Any], str] = {
-    ("recompute.mode", "auto"): "choosing what to recompute to a memory budget is not built yet; nearest: selective",
     ("data_parallel.zero", 1): "sharded optimizer state (ZeRO) is not built yet; set data_parallel.zero=0",
     ("data_parallel.zero", 2): "sharded gradients (ZeRO) are not built yet; set data_parallel.zero=0",
     ("data_parallel.zero", 3): "sharded parameters (ZeRO) are not built yet; set data_parallel.zero=0",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gridtron.conf.pipeline_rules import schedule_violations
+from gridtron.conf.recompute_rules import recompute_violations
 from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
 from gridtron.core.data.config import DataConfig
@@ -207,6 +208,12 @@ def pipeline_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         yield from schedule_violations(plan, sizes, _is_gpt(plan))
 
 
+def recompute_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    sizes = sizes_of(plan, around)
+    if sizes is not None:
+        yield from recompute_violations(plan, sizes, _is_gpt(plan), around.devices)
+
+
 # ---------------------------------------------------------------- the batch and the run
 def batch_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     sizes = sizes_of(plan, around)
@@ -281,6 +288,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     tensor_rule,
     sequence_rule,
     pipeline_rule,
+    recompute_rule,
     batch_rule,
     precision_rule,
     evaluation_rule,

@@ -27,8 +27,9 @@ from gridtron.parallel import (
     vocab_parallel_cross_entropy,
 )
 from gridtron.parallel.linear import column_linear
+from gridtron.parallel.operations import kept_operators
 from gridtron.parallel.parameters import named_parameters
-from gridtron.parallel.recompute import RecomputeConfig
+from gridtron.parallel.recompute import LAYER_POLICIES, RecomputeConfig, layer_policies
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
@@ -44,7 +45,10 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last = first, last
         self.config, self.axis, self.sequence_parallel = gpt.config, gpt.axis, gpt.sequence_parallel
-        self.recompute = gpt.recompute
+        operations = tuple(gpt.recompute.operations or ())
+        # The attention core's own checkpoint is inside of the layer.
+        outer: dict[str, str | tuple[str, ...]] = {"full": "full", "operations": operations}
+        self.policies = [outer.get(gpt.policies[layer], "none") for layer in layers]
         if first or (last and gpt.config.tie_embeddings):
             self.embedding = gpt.embedding
         if first:
@@ -68,10 +72,8 @@ class Stage(nn.Module):
         if self.first:
             x = self._embed(x, context)
         tables = self._rotary(x)
-        for place, block in enumerate(self.blocks.values()):
-            layers = self.recompute.layers
-            full = self.recompute.mode == "full" and (layers is None or place < layers) and self.training
-            x = activation_checkpoint(block, x, tables, context, policy="full" if full else "none")
+        for policy, block in zip(self.policies, self.blocks.values(), strict=True):
+            x = activation_checkpoint(block, x, tables, context, policy=policy if self.training else "none")
         if not self.last:
             return x
         logits = self._logits(self.final_norm(x))
@@ -80,7 +82,7 @@ class Stage(nn.Module):
         losses = vocab_parallel_cross_entropy(
             logits, targets.t(), self.axis, inplace=True, vocabulary=self.config.vocab_size
         )
-        return losses.t()
+        return losses.t().contiguous()  # no view: who wraps a stage may hook its output
 
     def _embed(self, tokens: Tensor, context: SampleContext | None) -> Tensor:
         length = tokens.shape[1]
@@ -135,7 +137,9 @@ class GPT(nn.Module):
         sequence_length: that costs are balanced at; default: config.max_position_embeddings.
         seed: of weights and dropout; default: drawn from torch's default CPU generator.
         sequence_parallel: norms, dropout and residuals on shares of the sequence.
-        recompute: what is recomputed in the backward pass.
+        recompute: what is recomputed in the backward pass, alike on every stage; not "auto".
+        policies: of each layer of the whole model, "none", "selective" (the attention core), "operations" (those of
+            ``recompute``) or "full", in place of what ``recompute`` says of them.
         device, dtype: of the parameters.
 
     Attributes:
@@ -165,6 +169,7 @@ class GPT(nn.Module):
         seed: int | None = None,
         sequence_parallel: bool = False,
         recompute: RecomputeConfig | None = None,
+        policies: Sequence[str] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
@@ -183,9 +188,11 @@ class GPT(nn.Module):
         self.layer_ranges = layer_ranges(config, count, layers_per_stage, sequence_length)
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.recompute = recompute or RecomputeConfig()
+        self.policies = _policies(self.recompute, self.layer_ranges, policies)
         self.seed = draw_key() if seed is None else seed
         # Parts are made without memory: their own initial weights would be drawn only to be drawn over.
         linear = {"axis": axis, "sequence_parallel": self.sequence_parallel, "device": "meta", "dtype": dtype}
+        linear["out_of_place"] = "operations" in self.policies
         ranges = self.layer_ranges
         layers = [layer for stage in held for layer in range(*ranges[stage])]
         first, last = 0 in held, count - 1 in held
@@ -216,9 +223,9 @@ class GPT(nn.Module):
                     sequence_parallel_region(self.positions, axis)
             key = random_key(self.seed, "dropout", "embedding_dropout")
             self.embedding_dropout = Dropout(config.dropout, key, axis, self.sequence_parallel)
-        core = self.recompute.mode == "selective"
+        core = {layer: self.policies[layer] == "selective" for layer in layers}
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, f"blocks.{layer}", self.seed, core, linear) for layer in layers}
+            {str(layer): Block(config, f"blocks.{layer}", self.seed, core[layer], linear) for layer in layers}
         )
         if last:
             self.final_norm = build_norm(config, axis, self.sequence_parallel, device, dtype)
@@ -263,6 +270,29 @@ class GPT(nn.Module):
         for stage in getattr(self, "stages", {}).values():
             stage.training = mode
         return self
+
+
+def _policies(
+    recompute: RecomputeConfig, ranges: Sequence[tuple[int, int]], policies: Sequence[str] | None
+) -> tuple[str, ...]:
+    """What is recomputed of each layer of the whole model.
+
+    Raises:
+        ValueError: "auto", policies that do not fit the layers, unknown policies or operations.
+    """
+    if recompute.mode == "auto" and policies is None:
+        raise ValueError(
+            "recompute mode auto is a choice by memory: make it by gridtron.models.cost.choice.choose_recompute, and "
+            "give its policies="
+        )
+    kept_operators(recompute.operations or ())
+    if policies is None:
+        return tuple(policy for start, stop in ranges for policy in layer_policies(recompute, stop - start))
+    if len(policies) != ranges[-1][1] or not set(policies) <= set(LAYER_POLICIES):
+        raise ValueError(
+            f"policies={list(policies)}: one of {', '.join(LAYER_POLICIES)} for each of the {ranges[-1][1]} layers"
+        )
+    return tuple(policies)
 
 
 def _ranks_of_stages(

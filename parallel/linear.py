@@ -24,6 +24,7 @@ from gridtron.core.grid import Axis
 from gridtron.core.pieces import take_rows
 from gridtron.core.random import draw_key, random_key, uniform_
 from gridtron.core.sharding import Ranges, Sharding, even_ranges, nonempty
+from gridtron.core.torch_compat import functional_all_reduce, functional_reduce_scatter
 from gridtron.parallel.collectives import gather_from_region
 from gridtron.parallel.gradient_door import accumulate_gradient, deferral_of
 
@@ -48,6 +49,8 @@ class TensorParallelLinear(nn.Module):
             ``torch.manual_seed`` gives the same whole weight on every grid.
         device, dtype: of the parameters.
         rows: the ranges of split features that each rank holds, instead of even shares (attention heads).
+        out_of_place: row only: the forward sum over the axis is a new tensor, by torch's functional collectives, so
+            that a selective checkpoint may keep the product and the sum alike.
 
     Raises:
         ValueError: an unknown partition, or options that do not go together.
@@ -67,6 +70,7 @@ class TensorParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         rows: Sequence[Ranges] | None = None,
+        out_of_place: bool = False,
     ):
         super().__init__()
         if partition not in ("column", "row"):
@@ -77,7 +81,7 @@ class TensorParallelLinear(nn.Module):
             raise ValueError(f"in_features={in_features} and out_features={out_features} must be at least 1")
         self.axis = Axis.of(axis)
         self.in_features, self.out_features = in_features, out_features
-        self.partition, self.gather_output = partition, gather_output
+        self.partition, self.gather_output, self.out_of_place = partition, gather_output, out_of_place
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         dim = 0 if partition == "column" else 1
         length = (out_features, in_features)[dim]
@@ -120,7 +124,7 @@ class TensorParallelLinear(nn.Module):
                 lengths = tuple(self.shardings["weight"].local_shape(rank)[0] for rank in range(self.axis.size))
                 y = gather_from_region(y, self.axis, -1, lengths)
             return y
-        return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.out_of_place)
 
     def extra_repr(self) -> str:
         return (
@@ -163,15 +167,23 @@ def column_linear(
 
 
 def row_linear(
-    x: Float[Tensor, "*batch share"], weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool = False
+    x: Float[Tensor, "*batch share"],
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: Axis,
+    sequence_parallel: bool = False,
+    out_of_place: bool = False,
 ) -> Float[Tensor, "*batch out"]:
-    """Row-parallel product: (..., in share) -> (..., out), summed over the axis, the bias added once."""
+    """Row-parallel product: (..., in share) -> (..., out), summed over the axis, the bias added once.
+
+    ``out_of_place`` as TensorParallelLinear has it.
+    """
     deferral = deferral_of(weight)
     if deferral is not None:
         deferral.able.add(weight)
     elif axis.size == 1:
         return F.linear(x, weight, bias)
-    y = _RowLinear.apply(x, weight, axis, sequence_parallel)
+    y = _RowLinear.apply(x, weight, axis, sequence_parallel, out_of_place)
     return y if bias is None else y + bias
 
 
@@ -249,12 +261,16 @@ class _RowLinear(torch.autograd.Function):
     defers_weight_gradients = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, out_of_place: bool) -> Tensor:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.deferral = deferral_of(weight)
         ctx.parameter = weight if ctx.deferral is not None else None
         ctx.save_for_backward(x, weight)
         y = F.linear(x, weight)
+        if out_of_place and axis.size > 1:
+            return (
+                functional_reduce_scatter(y, axis.group) if sequence_parallel else functional_all_reduce(y, axis.group)
+            )
         return reduce_scatter(y, axis) if sequence_parallel else all_reduce(y, axis)
 
     @staticmethod
@@ -269,4 +285,4 @@ class _RowLinear(torch.autograd.Function):
             ctx.deferral.push(partial(_finish_weights, x, Axis("tensor"), [(ctx.parameter, None, flat)]))
         elif ctx.needs_input_grad[1]:
             grad_weight = flat.t() @ as_rows(x)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None

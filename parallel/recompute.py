@@ -1,13 +1,13 @@
 """Activation checkpointing: what is recomputed in the backward pass instead of kept.
 
 Chen et al. 2016 (arXiv:1604.06174); "selective" recomputes the attention core alone (Korthikanti et al. 2022,
-arXiv:2205.05198, section 5).
+arXiv:2205.05198, section 5), or the operations of a list.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,22 +26,33 @@ if TYPE_CHECKING:
 class RecomputeConfig:
     mode: str = option(
         "none",
-        "what is recomputed: nothing, the attention core, or whole layers",
-        choices=("none", "selective", "full"),
+        "what is recomputed: nothing, the attention core, whole layers, or the least that fits budget_bytes",
+        choices=("none", "selective", "full", "auto"),
     )
     layers: int | None = option(None, "full: only the first so many layers of each stage; null: all", minimum=0)
+    operations: list[str] | None = option(
+        None,
+        "selective: recompute these, and everything elementwise, and keep the rest of a layer: groups (product, "
+        "attention, dropout, reduction) or operators of torch (aten.mm); null: the attention core alone",
+    )
+    budget_bytes: int | None = option(None, "auto: what a rank may hold at a step's peak, in bytes", minimum=1)
+
+
+LAYER_POLICIES = ("none", "selective", "operations", "full")
 
 
 def layer_policies(config: RecomputeConfig, count: int) -> tuple[str, ...]:
-    """What is recomputed of each of a stage's ``count`` layers: "none", "selective" (the attention core), "operations"
-    or "full"."""
+    """Of each of a stage's ``count`` layers, in order, one of LAYER_POLICIES; "selective" is the attention core."""
     if config.mode == "full":
         whole = count if config.layers is None else min(config.layers, count)
         return ("full",) * whole + ("none",) * (count - whole)
+    if config.mode == "selective" and config.operations is not None:
+        return ("operations",) * count
+    assert config.mode != "auto", "a choice is made by gridtron.models.cost.choice before layers are"
     return (config.mode,) * count
 
 
-def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str = "full") -> Any:
+def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str | Collection[str] = "full") -> Any:
     """``function(*args)``, keeping ``args`` instead of what happens inside; the backward pass runs it again.
 
     Dropout inside draws the masks of the first run: a SampleContext among the arguments says which; without one the
@@ -50,34 +61,64 @@ def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str 
     Args:
         function: a module, or a callable that closes over modules.
         args: tensors and anything else.
-        policy: "full" recomputes; "none" calls the function.
+        policy: "full" recomputes; "none" calls the function; a list of operations recomputes those and everything
+            elementwise and keeps the results of all other costly operators (:mod:`gridtron.parallel.operations`).
+            Row-parallel layers inside must then be made with ``out_of_place=True``: a kept product must not be summed
+            in place, and again when it is used again.
 
     Raises:
-        ValueError: an unknown policy.
+        ValueError: an unknown policy or operation; a list under a schedule that splits the backward pass.
     """
     if policy == "none":
         return function(*args)
-    if policy != "full":
-        raise ValueError(f'policy={policy!r}: it is "full" (recompute) or "none"')
-    from torch.utils.checkpoint import checkpoint
+    if isinstance(policy, str) and policy != "full":
+        raise ValueError(f'policy={policy!r}: it is "full" (recompute), "none", or a list of operations')
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     from gridtron.parallel.dropout import Dropout
+    from gridtron.parallel.operations import keep_all_but
 
     modules = _modules(function, args)
     counters = [module for module in modules if isinstance(module, Dropout)]
     before = [module.calls for module in counters]
 
+    selected = None if isinstance(policy, str) else keep_all_but(policy)
+
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _CountersSetBack(counters, before)
+        back = _CountersSetBack(counters, before)
+        if selected is None:
+            return nullcontext(), back
+        first, again = create_selective_checkpoint_contexts(selected)
+        return first, _Both(back, again)
 
     parameters = list({parameter: None for module in modules for parameter in module.parameters()})
     for parameter in parameters:
         deferral = deferral_of(parameter)
+        if deferral is not None and selected is not None:
+            raise ValueError(
+                f"policy={list(policy)}: a list of operations does not go with a schedule that splits the backward "
+                'pass; give policy="full", or a schedule without I and W'
+            )
         if deferral is not None:
             from gridtron.parallel.pipeline.split_recompute import split_checkpoint
 
             return split_checkpoint(function, args, parameters, deferral, lambda: contexts()[1])
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+class _Both:
+    """Two contexts as one, which may be entered again."""
+
+    def __init__(self, outer: Any, inner: Any):
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.inner.__exit__(*exception)
+        self.outer.__exit__(*exception)
 
 
 class _CountersSetBack:

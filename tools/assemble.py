@@ -62,7 +62,10 @@ def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
     }
     training, evaluation, facts = build_data(plan, grid, builders.get("data"))
     schedule = build_schedule(plan, grid)
-    model = build_model(plan, grid, builders.get("model"), schedule)
+    policies = choose_policies(plan, grid)
+    if policies is not None:
+        facts["recompute"] = list(policies)
+    model = build_model(plan, grid, builders.get("model"), schedule, policies)
     engine = TrainingEngine(
         model,
         grid,
@@ -100,13 +103,40 @@ def build_schedule(plan: Plan, grid: Grid) -> Schedule | None:
         raise JobError(f"pipeline.schedule: {fault}", agreed=True) from None
 
 
+def choose_policies(plan: Plan, grid: Grid) -> tuple[str, ...] | None:
+    """What is recomputed of each layer under ``recompute.mode=auto``; None under any other, which says it.
+
+    Raises:
+        JobError: nothing fits the budget (on a device of another precision than the plan was composed for).
+    """
+    if plan.recompute.mode != "auto" or not is_own_model(plan):
+        return None
+    from gridtron.conf.recompute_rules import memory_settings
+    from gridtron.models.cost.choice import choose_recompute
+
+    assert plan.recompute.budget_bytes is not None, "refused by the rules"
+    precision = plan.precision.mode
+    if precision == "auto":
+        precision = "bf16" if parameter_dtype(precision, grid.device).itemsize == 2 else "fp32"
+    axes = ("data", "context", "tensor", "pipeline")
+    sizes = {name: grid.axis(name).size for name in axes}
+    try:
+        return choose_recompute(memory_settings(plan, sizes, precision), plan.recompute.budget_bytes)
+    except ValueError as fault:
+        raise JobError(f"recompute.budget_bytes: {fault}", agreed=True) from None
+
+
 def build_model(
-    plan: Plan, grid: Grid, build: Callable[..., Any] | None = None, schedule: Schedule | None = None
+    plan: Plan,
+    grid: Grid,
+    build: Callable[..., Any] | None = None,
+    schedule: Schedule | None = None,
+    policies: tuple[str, ...] | None = None,
 ) -> nn.Module:
     """The model of a plan on this rank: this GPT, a plugin's, or the one that ``model.build`` names.
 
     A user's own model is made under the run's seed, so that every rank makes the same. ``schedule`` says which stages
-    of this GPT lie here.
+    of this GPT lie here, ``policies`` what is recomputed of each layer where the plan leaves it open.
     """
     import torch
 
@@ -133,6 +163,7 @@ def build_model(
         seed=plan.train.seed,
         sequence_parallel=plan.grid.sequence_parallel,
         recompute=plan.recompute,
+        policies=policies,
         device=grid.device,
         dtype=dtype,
     )

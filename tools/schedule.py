@@ -193,11 +193,28 @@ def _costs_of(plan: Plan, schedule: Schedule) -> tuple[dict[str, list[float]], d
         ranges = layer_ranges(plan.model, schedule.num_stages, plan.pipeline.layers_per_stage, length)
     except ValueError as fault:
         raise Refusal([str(fault)]) from None
-    costs = stage_costs(plan.model, ranges, length, plan.recompute.mode, plan.recompute.layers)
+    policies = _policies(plan, schedule, ranges)
+    costs = stage_costs(plan.model, ranges, length, policies=policies, operations=plan.recompute.operations or ())
     unit = sum(costs.forward) / len(costs.forward)
     scaled = {key: [value / unit for value in getattr(costs, key)] for key in ("forward", "input_grad", "weight_grad")}
     counts = [stop - start for start, stop in ranges]
     return scaled, {"layers_per_stage": counts, "unit": "1: the mean forward pass of a stage, by FLOPs"}
+
+
+def _policies(plan: Plan, schedule: Schedule, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """What is recomputed of each layer of the model."""
+    from gridtron.conf.recompute_rules import memory_settings
+    from gridtron.conf.rules import Surroundings, sizes_of
+    from gridtron.models.cost.choice import choose_recompute
+    from gridtron.parallel.recompute import layer_policies
+
+    if plan.recompute.mode != "auto":
+        return tuple(policy for start, stop in ranges for policy in layer_policies(plan.recompute, stop - start))
+    sizes = sizes_of(plan, Surroundings())
+    assert sizes is not None and plan.recompute.budget_bytes is not None, "refused by the rules"
+    # Nothing is run, so nothing tells the device: as the rules had it, which judged without one.
+    precision = "fp32" if plan.precision.mode == "auto" else plan.precision.mode
+    return choose_recompute(memory_settings(plan, sizes, precision), plan.recompute.budget_bytes)
 
 
 # -------------------------------------------------------------------- what is written and shown

@@ -11,12 +11,13 @@ the MLP, v of the vocabulary, t tensor ranks, w bytes an element, W bytes of a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gridtron.core.sharding import even_ranges
 from gridtron.models.config import GPTConfig
 from gridtron.models.heads import HeadSplit
+from gridtron.parallel.operations import kept_operators
 
 NOT_IN_THE_PAPER = frozenset(
     {"norm statistics", "logsumexp", "causal mask", "rotary tables", "indices", "loss statistics"}
@@ -114,7 +115,7 @@ class Microbatch:
         return elements if self.dropout_mask == "stored" and probability > 0 else 0
 
 
-def layer_activations(micro: Microbatch, policy: str = "none", operations: tuple[str, ...] = ()) -> dict[str, int]:
+def layer_activations(micro: Microbatch, policy: str = "none", operations: Collection[str] = ()) -> dict[str, int]:
     """Bytes that one decoder layer keeps, by what they are.
 
     Without recomputation and unfused, 16 bit and 4 h wide, s b h (10 + 24/t + 5 a s / (h t)), or with sequence
@@ -125,7 +126,7 @@ def layer_activations(micro: Microbatch, policy: str = "none", operations: tuple
         micro: the microbatch.
         policy: "none", "selective", "full", or "operations".
         operations: of "operations": what is recomputed beside everything elementwise (see
-            :data:`gridtron.parallel.operations.KEPT`).
+            :mod:`gridtron.parallel.operations`).
     """
     if policy == "full":
         return {"layer input": micro.residual}
@@ -148,6 +149,32 @@ def layer_activations(micro: Microbatch, policy: str = "none", operations: tuple
     kept["dropout masks"] = 2 * micro.mask(micro.own_tokens * config.hidden_size, config.dropout)
     kept["norm statistics"] = 2 * norm_statistics(micro)
     return kept
+
+
+def _kept_results(micro: Microbatch, operations: Collection[str]) -> dict[str, int]:
+    """What a selective checkpoint around a layer keeps: its input, and results of operators that are not recomputed."""
+    config, share, w = micro.config, micro.share, micro.itemsize
+    kept, names = {"layer input": micro.residual}, kept_operators(operations)
+    whole = micro.tokens * config.hidden_size * w
+    mixed = micro.tokens * share.heads * config.head_size * w
+    if names & {"aten.mm", "aten.addmm"}:
+        hidden = micro.tokens * share.ffn * w
+        kept["q, k and v"] = sum(attention_core_inputs(micro).values())
+        kept |= {"gate and up": 2 * hidden} if config.activation == "swiglu" else {"up": hidden}
+        kept["products"] = 2 * whole  # those that are added to the residual stream
+    if micro.tensor > 1 and "_c10d_functional.all_reduce" in names:
+        kept["sums"] = 2 * micro.residual
+    if config.dropout > 0 and "gridtron.counted_dropout" in names:
+        kept["dropout results"] = 2 * micro.residual
+    square = share.heads * micro.length * micro.tokens * w
+    if not micro.unfused:
+        if "aten._scaled_dot_product_flash_attention" in names:
+            kept |= {"attention result": mixed, "logsumexp": micro.tokens * share.heads * micro.wide}
+        return kept
+    if "aten.bmm" in names:
+        kept |= {"attention scores": square, "attention result": mixed}
+    weights = "aten._softmax" in names, "gridtron.counted_dropout" in names and config.attention_dropout > 0
+    return kept | {"attention weights": square * sum(weights)}
 
 
 def attention_core_inputs(micro: Microbatch) -> dict[str, int]:
@@ -216,7 +243,7 @@ def stage_outputs(micro: Microbatch) -> dict[str, int]:
 
 
 def stage_activations(
-    micro: Microbatch, policies: tuple[str, ...], first: bool, last: bool, operations: tuple[str, ...] = ()
+    micro: Microbatch, policies: tuple[str, ...], first: bool, last: bool, operations: Collection[str] = ()
 ) -> dict[str, int]:
     """Bytes that one microbatch keeps on a stage.
 
@@ -255,7 +282,7 @@ def loss_working_bytes(micro: Microbatch) -> int:
     return logits * micro.wide + (logits * micro.itemsize if micro.itemsize < micro.wide else 0)
 
 
-def layer_working_bytes(micro: Microbatch, policy: str = "none", operations: tuple[str, ...] = ()) -> int:
+def layer_working_bytes(micro: Microbatch, policy: str = "none", operations: Collection[str] = ()) -> int:
     """The most that a layer's backward pass holds beyond what its forward pass kept: what it recomputes, and gradients
     on their way, less what it has let go by then.
 
@@ -264,8 +291,10 @@ def layer_working_bytes(micro: Microbatch, policy: str = "none", operations: tup
     """
     config, share, w = micro.config, micro.share, micro.itemsize
     whole = layer_activations(micro)
-    kept = sum(layer_activations(micro, policy, operations).values())
-    rerun = sum(whole.values()) - kept if policy in ("full", "operations") else 0
+    kept = layer_activations(micro, policy, operations)
+    rerun = 0
+    if policy in ("full", "operations"):
+        rerun = sum(size - kept.get(name, 0) for name, size in whole.items())
     hidden = micro.tokens * share.ffn * w
     residual = micro.residual
     wide = residual // w * micro.wide
@@ -279,5 +308,7 @@ def layer_working_bytes(micro: Microbatch, policy: str = "none", operations: tup
     # One more: the gradient of the weights; those from before dropout are let go as it is made.
     square = share.heads * micro.length * micro.tokens * w if micro.unfused else 0
     operands = core["q, k and v"]
+    if policy == "operations" and kept.get("attention weights") == square > 0:
+        square *= 2  # scores and weights are made anew beside the result of dropout
     attention = rerun - gone + max(operands, square)
     return max(0, activation, norm, attention)

@@ -94,7 +94,7 @@ class MemorySettings:
     @property
     def operations(self) -> tuple[str, ...]:
         """What is recomputed of layers whose policy is "operations"."""
-        return ()
+        return tuple(self.recompute.operations or ())
 
     def ranges(self) -> list[tuple[int, int]]:
         """(start, stop) of every stage's layers."""

@@ -6,12 +6,13 @@ elements where nothing else is done: they weigh little, but a stage with a vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gridtron.models.config import GPTConfig
-from gridtron.models.cost.flops import head_forward_flops, layer_forward_flops
+from gridtron.models.cost.flops import head_forward_flops, layer_forward_flops, recomputed_flops
 from gridtron.models.cost.parameters import attention_matrix_parameters, mlp_matrix_parameters
+from gridtron.parallel.recompute import RecomputeConfig, layer_policies
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def stage_costs(
     sequence_length: int,
     recompute: str = "none",
     recompute_layers: int | None = None,
+    policies: Sequence[str] | None = None,
+    operations: Collection[str] = (),
 ) -> StageCosts:
     """What a schedule's F, I and W cost on each stage.
 
@@ -68,16 +71,18 @@ def stage_costs(
         sequence_length: of a sample.
         recompute: "none", "selective" or "full".
         recompute_layers: of "full": the first so many layers of each stage; None: all.
+        policies: of each layer of the model, in place of ``recompute``.
+        operations: of layers whose policy is "operations".
     """
     costs = split_costs(config, sequence_length)
     weights = 2 * (attention_matrix_parameters(config) + mlp_matrix_parameters(config))
     core = costs.layers[0] - weights
+    choice = RecomputeConfig(recompute, recompute_layers)
     forward, inputs, late = [], [], []
     for stage, (start, stop) in enumerate(ranges):
         count = stop - start
-        again = {"none": 0, "selective": count * core, "full": 0}[recompute]
-        if recompute == "full":
-            again = sum(costs.layers[start : stop if recompute_layers is None else min(start + recompute_layers, stop)])
+        own = layer_policies(choice, count) if policies is None else policies[start:stop]
+        again = recomputed_flops(config, sequence_length, own, operations, stops_early=False)
         first, last = stage == 0, stage == len(ranges) - 1
         head = head_forward_flops(config)
         forward.append(sum(costs.layers[start:stop]) + first * costs.embedding + last * costs.head)

@@ -153,7 +153,6 @@ FAULTS = [
     ("optimizer.lr=nan", "needs a float"),
     ("data.held_out=1", "data.held_out=1: must be below 1"),
     ("recompute.mode=fulll", "nearest: full"),
-    ("recompute=auto", "recompute=auto: choosing what to recompute to a memory budget is not built yet"),
     ("model=llama3_8", "model=llama3_8: no such file in model/; nearest: llama3_8b"),
     ("precision.mode=fp8", "not one of auto, fp32, bf16, fp16, fp64; nearest: fp64"),
     ("precision.loss_scale=0.5", "precision.loss_scale=0.5: must be at least 1"),

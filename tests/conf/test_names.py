@@ -83,7 +83,6 @@ def test_not_built_is_refused_by_name(key):
         ("grid.context", 4, "context parallelism is not built yet"),
         ("data_parallel.zero", 1, "not built yet; set data_parallel.zero=0"),
         ("data_parallel.zero", 3, "not built yet"),
-        ("recompute.mode", "auto", "not built yet; nearest: selective"),
     ],
 )
 def test_values_that_are_not_built(key, value, words):

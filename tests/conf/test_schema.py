@@ -14,7 +14,7 @@ OPTIONS = """
 run.directory
 grid.data grid.pipeline grid.context grid.tensor grid.order grid.sequence_parallel
 pipeline.schedule pipeline.chunks pipeline.layers_per_stage
-recompute.mode recompute.layers
+recompute.mode recompute.layers recompute.operations recompute.budget_bytes
 data_parallel.zero data_parallel.bucket_bytes
 precision.mode precision.loss_scale precision.loss_scale_interval
 model.num_layers model.hidden_size model.num_attention_heads model.num_key_value_heads model.head_dim
@@ -23,7 +23,8 @@ model.rope_theta model.rope_scaling model.activation model.bias model.qkv_bias m
 model.attention_dropout model.init_std model.build
 train.steps train.stop_after train.global_batch_size train.micro_batch_size train.sequence_length train.seed
 train.on_nonfinite train.max_nonfinite train.garbage_collection_every
-optimizer.name optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay optimizer.momentum optimizer.grad_clip
+optimizer.name optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay optimizer.momentum
+optimizer.ns_steps optimizer.grad_clip
 lr_schedule.name lr_schedule.warmup_steps lr_schedule.decay_steps lr_schedule.min_ratio
 data.path data.tokenizer data.held_out data.directory
 evaluation.every evaluation.steps
