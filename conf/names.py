@@ -24,6 +24,9 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
                        "recompute_activations", "ac", "act_ckpt"),
     "recompute.layers": ("recompute_num_layers",),
     "data_parallel.zero": ("zero", "zero_stage", "use_distributed_optimizer", "fsdp"),
+    "data_parallel.shard_size": ("hybrid_shard_size", "num_distributed_optimizer_instances", "data_parallel_shard_degree",
+                                 "hsdp"),
+    "data_parallel.reduce": ("reduce_each", "no_sync", "overlap_grad_reduce"),
     "data_parallel.bucket_bytes": ("bucket_size", "bucket_cap_mb", "ddp_bucket_size", "reduce_bucket_size"),
     "precision.mode": ("precision", "dtype", "bf16", "fp16", "fp32", "torch_dtype", "mixed_precision", "amp"),
     "precision.loss_scale": ("loss_scaling", "initial_loss_scale", "init_scale", "initial_scale_power"),
@@ -85,8 +88,6 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 
 _NOT_BUILT: Mapping[str, str] = {
     "grid.overlap": "overlapping communication with matrix products",
-    "data_parallel.shard_size": "sharded optimizer state (ZeRO)",
-    "data_parallel.reduce": "reducing once a step is what is done",
     "train.compile": "torch.compile over a run",
     "data.packing": "packing modes; samples run over the ends of documents",
     "checkpoint.keep": "keeping only some checkpoints",
@@ -99,20 +100,13 @@ _NOT_BUILT: Mapping[str, str] = {
 }
 
 
-_NOT_BUILT_VALUES: Mapping[tuple[str, Any], str] = {
-    ("data_parallel.zero", 1): "sharded optimizer state (ZeRO) is not built yet; set data_parallel.zero=0",
-    ("data_parallel.zero", 2): "sharded gradients (ZeRO) are not built yet; set data_parallel.zero=0",
-    ("data_parallel.zero", 3): "sharded parameters (ZeRO) are not built yet; set data_parallel.zero=0",
-}
-
-
 def not_built_value(key: str, value: Any) -> str | None:
     """Why a value that the design has a place for is refused for now; None for any other."""
     if isinstance(value, (dict, list)):
         return None
     if key == "grid.context" and isinstance(value, int) and value > 1:
         return "context parallelism is not built yet; set grid.context=1"
-    return _NOT_BUILT_VALUES.get((key, value))
+    return None
 
 
 def not_built(key: str) -> str | None:

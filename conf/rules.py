@@ -214,6 +214,29 @@ def recompute_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         yield from recompute_violations(plan, sizes, _is_gpt(plan), around.devices)
 
 
+# ---------------------------------------------------------------- data parallelism
+def shard_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    size, zero, sizes = plan.data_parallel.shard_size, plan.data_parallel.zero, sizes_of(plan, around)
+    if size is None or sizes is None:
+        return
+    keys = {"data_parallel.shard_size", "data_parallel.zero", "grid.data"}
+    if zero == 0:
+        yield Violation(
+            f"data_parallel.shard_size={size}: cuts what data_parallel.zero=0 keeps whole on every rank; "
+            "nearest: data_parallel.zero=1, or shard_size=null",
+            keys,
+        )
+        return
+    ranks = sizes["data"] * sizes["context"]
+    if ranks % size:
+        fitting = [number for number in range(1, ranks + 1) if ranks % number == 0]
+        yield Violation(
+            f"data_parallel.shard_size={size}: does not divide the {ranks} data ranks; "
+            f"nearest: data_parallel.shard_size={min(fitting, key=lambda number: abs(number - size))}",
+            keys,
+        )
+
+
 # ---------------------------------------------------------------- the batch and the run
 def batch_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     sizes = sizes_of(plan, around)

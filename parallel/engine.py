@@ -88,7 +88,6 @@ class TrainingEngine:
         self.grad_clip = float(getattr(optimizer, "grad_clip", 0.0))
         self.scaler = loss_scaler
         self._names = _names_of_all_stages(self.parameters, grid.pipeline) if grad_norms else None
-        self._versions: dict[str, int] = {}
         self._warned = False
         self.microbatches: Microbatches
         if stages is None or schedule is None:
@@ -96,7 +95,6 @@ class TrainingEngine:
             self.microbatches = WholeModel(self.model, grid.device, wide_dtype(dtypes[0]))
         else:
             self.microbatches = Pipelined(self.model, stages, schedule, grid.pipeline, grid.device)
-        self._note_writes()
         if build_optimizer is not None and grid.tensor.size > 1:
             self.state_dict()  # told now, not at the first checkpoint: states that cannot be saved
 
@@ -126,11 +124,8 @@ class TrainingEngine:
         if applied:
             if self.grad_clip > 0:
                 clip_([item for _, item in held], norm, self.grad_clip)
-            self._notice_writes()
             self.optimizer.step(lr, {named.name: item.gradient for named, item in held})
             self.model.gather_parameters()
-            self.optimizer.note_weights()
-            self._note_writes()
         scale = None if self.scaler is None else self.scaler.scale
         if self.scaler is not None:
             self.scaler.update(applied)
@@ -148,16 +143,6 @@ class TrainingEngine:
             if gradient is not None:
                 found.append((named, Held(gradient, self.pieces[named.name])))
         return found
-
-    def _note_writes(self) -> None:
-        self._versions = {item.name: item.parameter._version for item in self.parameters}
-
-    def _notice_writes(self) -> None:
-        """Weights that were loaded into the model: the optimizer, whose parts count their writes apart, is told."""
-        for item in self.parameters:
-            part = self.optimizer.parameters.get(item.name)
-            if part is not None and item.parameter._version != self._versions[item.name]:
-                torch.autograd.graph.increment_version(part)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> LossSum:
@@ -208,7 +193,6 @@ class TrainingEngine:
     def load_state_dict(self, state: Mapping[str, ShardedTensorView]) -> None:
         """The views of :meth:`state_dict` are filled in place; what keeps copies of its own takes them up."""
         take_run_state(self, state)
-        self._note_writes()
 
 
 def empty_batch(length: int) -> Batch:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gridtron.conf.pipeline_rules import plan_schedule
 from gridtron.conf.schema import Plan
 from gridtron.core.errors import JobError
-from gridtron.core.precision import parameter_dtype
+from gridtron.core.precision import LossScaler, parameter_dtype
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,6 +73,8 @@ def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
         plan.data_parallel,
         build_optimizer=bound(builders.get("optimizer"), plan, grid),
         schedule=schedule,
+        loss_scaler=LossScaler.of(plan.precision),
+        grad_norms=plan.logging.grad_norms,
     )
     dtype = parameter_dtype(plan.precision.mode, grid.device)
     flops = float(training_flops(plan.model, plan.train.sequence_length)) if is_own_model(plan) else 0.0
@@ -184,10 +186,16 @@ def check_memory(plan: Plan, grid: Grid) -> None:
 
     dtype = parameter_dtype(plan.precision.mode, grid.device)
     wide = wide_dtype(dtype)
-    states = 0 if "optimizer" in plan.parts else {"adamw": 2, "sgd": 0}[plan.optimizer.name]
-    each = dtype.itemsize + wide.itemsize * (1 + states + (wide != dtype))
+    # Momentum of SGD or Muon, where there is any, is at least none.
+    states = 2 if "optimizer" not in plan.parts and plan.optimizer.name == "adamw" else 0
+    zero = plan.data_parallel.zero
+    shards = (plan.data_parallel.shard_size or grid.axis("data", "context").size) if zero else 1
+    weights = dtype.itemsize if zero < 3 else wide.itemsize / shards
+    gradients = wide.itemsize / (shards if zero > 1 else 1)
+    main = wide.itemsize / shards if wide != dtype and zero < 3 else 0
+    each = weights + gradients + main + wide.itemsize * states / shards
     parameters = total_parameters(plan.model)
-    needed = parameters * each // (grid.tensor.size * grid.pipeline.size)
+    needed = parameters * each / (grid.tensor.size * grid.pipeline.size)
     if grid.device.type == "cuda":
         available = torch.cuda.get_device_properties(grid.device).total_memory
     else:
@@ -195,9 +203,9 @@ def check_memory(plan: Plan, grid: Grid) -> None:
     if needed > available:
         raise JobError(
             f"this model has {parameters:,} parameters: with gradients and optimizer states a rank holds "
-            f"{needed / 2**30:,.0f} GiB at grid.tensor={grid.tensor.size} and grid.pipeline={grid.pipeline.size}, and "
-            f"{grid.device} has {available / 2**30:,.0f} GiB; choose a smaller model, or more tensor or pipeline ranks "
-            "on more machines",
+            f"{needed / 2**30:,.0f} GiB at grid.tensor={grid.tensor.size}, grid.pipeline={grid.pipeline.size} and "
+            f"data_parallel.zero={zero}, and {grid.device} has {available / 2**30:,.0f} GiB; choose a smaller model, "
+            "more tensor or pipeline ranks on more machines, or data_parallel.zero=3 over more data ranks",
             agreed=True,
         )
 

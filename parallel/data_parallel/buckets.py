@@ -105,13 +105,6 @@ class Bucket:
         edges = [min(max(rank * share, start), stop) - start for rank in range(self.reduction.shards.size + 1)]
         return tuple(pairwise(edges))
 
-    def weight_part(self, index: int) -> Tensor:
-        """This rank's range of a parameter, as a view of the flat weights."""
-        assert self.weights is not None
-        start, _ = self.slots[index]
-        low, high = self.cuts(index)[self.reduction.shards.rank]
-        return self.weights[start + low : start + high]
-
     def gradient(self, index: int) -> Tensor:
         """The kept gradient of a parameter: whole, or this rank's range of it."""
         assert self.kept is not None

@@ -168,9 +168,11 @@ class DataParallel(nn.Module):
     def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
         if self._fully is not None and self._fully.holds(parameter):
             return nn.Parameter(local_part(parameter))
-        if self._cuts and parameter in self._reducer:
-            bucket, index, _ = self._reducer.place[parameter]
-            return nn.Parameter(bucket.weight_part(index))
+        cuts = self.cuts(parameter)
+        if cuts is not None:
+            start, stop = cuts[self.shards.rank]
+            # Of the parameter itself, whose counter of writes it shares: loaded weights are noticed.
+            return nn.Parameter(parameter.detach().view(-1)[start:stop])
         return parameter
 
     def optimizer_parameters(self) -> list[nn.Parameter]:

@@ -31,9 +31,9 @@ ROOMY = Surroundings(cores=10**6, data_fault=lambda config: None, folder_fault=l
 
 
 @functools.cache
-def plan_of(override):
+def plan_of(*overrides):
     """Each composition takes a tenth of a second, and several tests look at the same."""
-    return compose([override], surroundings=ROOMY)
+    return compose(list(overrides), surroundings=ROOMY)
 
 
 def rows():

@@ -305,3 +305,20 @@ def test_a_loss_scale_is_a_power_of_two():
         "precision.loss_scale=1000: a loss scale is a power of two from 1 to 2^32, so that it changes no digit of a "
         "gradient; nearest: 1024"
     )
+
+
+# ---------------------------------------------------------------- data parallelism
+def test_shards_divide_the_data_ranks():
+    found = messages(
+        plan(grid__data=6, train__global_batch_size=12, data_parallel__zero=2, data_parallel__shard_size=4)
+    )
+    assert found == [
+        "data_parallel.shard_size=4: does not divide the 6 data ranks; nearest: data_parallel.shard_size=3"
+    ]
+    fits = plan(grid__data=6, train__global_batch_size=12, data_parallel__zero=3, data_parallel__shard_size=3)
+    assert messages(fits) == []
+
+
+def test_shards_of_what_is_whole():
+    (found,) = messages(plan(grid__data=2, data_parallel__shard_size=2))
+    assert "cuts what data_parallel.zero=0 keeps whole" in found and "nearest: data_parallel.zero=1" in found

@@ -15,7 +15,7 @@ run.directory
 grid.data grid.pipeline grid.context grid.tensor grid.order grid.sequence_parallel
 pipeline.schedule pipeline.chunks pipeline.layers_per_stage
 recompute.mode recompute.layers recompute.operations recompute.budget_bytes
-data_parallel.zero data_parallel.bucket_bytes
+data_parallel.zero data_parallel.bucket_bytes data_parallel.shard_size data_parallel.reduce
 precision.mode precision.loss_scale precision.loss_scale_interval
 model.num_layers model.hidden_size model.num_attention_heads model.num_key_value_heads model.head_dim
 model.ffn_hidden_size model.vocab_size model.max_position_embeddings model.normalization model.norm_eps model.position

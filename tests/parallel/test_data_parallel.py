@@ -181,13 +181,17 @@ def test_converted_after_wrapping(world_size):
     run_ranks(check_converted_after_wrapping, world_size)
 
 
-def test_not_built_is_refused():
+def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="bucket_bytes=0"):
         DataParallel(nn.Linear(2, 2), bucket_bytes=0)
-    with pytest.raises(ValueError, match="only zero=0"):
-        DataParallel(nn.Linear(2, 2), zero=1)
-    with pytest.raises(ValueError, match="only zero=0"):
+    with pytest.raises(ValueError, match="zero=4: it is 0, 1, 2 or 3"):
+        DataParallel(nn.Linear(2, 2), zero=4)
+    with pytest.raises(ValueError, match="shard_size=2 cuts what zero=0 keeps whole"):
         DataParallel(nn.Linear(2, 2), shard_size=2)
+    with pytest.raises(ValueError, match="shard_size=2: it divides the 1 ranks of the axis axis; nearest: shard_size=1"):
+        DataParallel(nn.Linear(2, 2), zero=1, shard_size=2)
+    with pytest.raises(ValueError, match='reduce=.never.: it is "each" or "last"'):
+        DataParallel(nn.Linear(2, 2), zero=1, reduce="never")
 
 
 def check_wide_accumulation():
