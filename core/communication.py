@@ -133,11 +133,28 @@ def all_gather_uneven(tensor: Tensor, lengths: Sequence[int], axis: Axis, dim: i
     if axis.size == 1:
         return [tensor]
     longest = max(lengths)
+    if longest == 0:
+        return [tensor] * axis.size
     moved = tensor.movedim(dim, 0).contiguous()
     if moved.shape[0] < longest:
         moved = torch.cat([moved, moved.new_zeros(longest - moved.shape[0], *moved.shape[1:])])
     pieces = all_gather(moved, axis).split(longest)
     return [piece[:length].movedim(0, dim) for piece, length in zip(pieces, lengths, strict=True)]
+
+
+def exchange(parts: Sequence[Tensor], lengths: Sequence[int], axis: Axis) -> list[Tensor]:
+    """One-dimensional ``parts``, one for each rank of the axis, for those that each rank has for this one.
+
+    Args:
+        parts: to send, in rank order; of one dtype.
+        lengths: of what comes back, in rank order.
+    """
+    if axis.size == 1:
+        return list(parts)
+    out = parts[0].new_empty(sum(lengths))
+    sizes = [part.numel() for part in parts]
+    dist.all_to_all_single(out, torch.cat(list(parts)), list(lengths), sizes, group=axis.group)
+    return list(out.split(list(lengths)))
 
 
 def broadcast_from_first(tensors: Sequence[Tensor], axis: Axis, chunk_bytes: int = 2**25) -> None:

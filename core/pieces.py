@@ -68,10 +68,13 @@ class Piece:
         if self.cuts is None:
             return part
         lengths = [stop - start for start, stop in self.cuts]
-        if self.shards.size == 1:
-            return part.view(self.local_shape)
-        pieces = all_gather_uneven(part, lengths, self.shards)
-        flat = part.new_empty(math.prod(self.local_shape))
+        return self.join(all_gather_uneven(part, lengths, self.shards))
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """This rank's rows from the parts that ranks of ``shards`` update, in their order."""
+        if self.cuts is None or self.shards.size == 1:
+            return pieces[0].view(self.local_shape)
+        flat = pieces[0].new_empty(math.prod(self.local_shape))
         for (start, stop), piece in zip(self.cuts, pieces, strict=True):
             flat[start:stop] = piece
         return flat.view(self.local_shape)
@@ -164,10 +167,17 @@ def gather_whole(local: Tensor, sharding: Sharding, axis: Axis) -> Tensor:
     """The whole tensor from every rank's rows, on every rank."""
     if sharding.dim is None or axis.size == 1:
         return local
+    lengths = [sharding.local_shape(rank)[sharding.dim] for rank in range(axis.size)]
+    return join_rows(all_gather_uneven(local, lengths, axis, sharding.dim), sharding)
+
+
+def join_rows(rows: Sequence[Tensor], sharding: Sharding) -> Tensor:
+    """The whole tensor from the rows of all ranks, in their order."""
     dim = sharding.dim
-    lengths = [sharding.local_shape(rank)[dim] for rank in range(axis.size)]
-    whole = local.new_empty(sharding.shape)
-    for rank, piece in enumerate(all_gather_uneven(local, lengths, axis, dim)):
+    if dim is None:
+        return rows[0]
+    whole = rows[0].new_empty(sharding.shape)
+    for rank, piece in enumerate(rows):
         for (start, stop), (low, high) in sharding.local_slices(rank, ((0, sharding.shape[dim]),)):
             whole.narrow(dim, start, stop - start).copy_(piece.narrow(dim, low, high - low))
     return whole

@@ -9,12 +9,15 @@ from gridtron.core.options import option
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: str = option("adamw", "which optimizer", choices=("adamw", "sgd"))
+    name: str = option("adamw", "which optimizer", choices=("adamw", "sgd", "muon"))
     lr: float = option(3e-4, "learning rate after warm-up", minimum=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "AdamW: decay of the two moments", minimum=0, below=1)
+    betas: tuple[float, float] = option(
+        (0.9, 0.95), "AdamW, and Muon's for what is no hidden matrix: decay of the two moments", minimum=0, below=1
+    )
     eps: float = option(1e-8, "AdamW: added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "decoupled decay; biases and norms have none", minimum=0)
-    momentum: float = option(0.0, "SGD: momentum", minimum=0, below=1)
+    momentum: float = option(0.0, "SGD, Muon: momentum (Muon's is Nesterov's)", minimum=0, below=1)
+    ns_steps: int = option(5, "Muon: Newton-Schulz steps that make an update orthogonal", minimum=1, maximum=20)
     grad_clip: float = option(1.0, "largest norm of the whole gradient; 0: off", minimum=0)
 
 

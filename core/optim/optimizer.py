@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gridtron.core.errors import JobError
+from gridtron.core.optim.apex import ApexAdamW
 from gridtron.core.optim.config import OptimizerConfig
+from gridtron.core.optim.muon import Muon
 from gridtron.core.pieces import Piece
 from gridtron.core.precision import wide_dtype
 from gridtron.core.sharding import Sharding
@@ -36,7 +38,9 @@ class Optimizer:
         config: which optimizer and its constants.
         build: makes the optimizer from parameter groups, in place of the one that ``config`` names. Called once more,
             on copies, where its states must be known before its first step.
-        pieces: where each of ``parameters`` lies in the whole; None: each is whole.
+        pieces: where each of ``parameters`` lies in the whole; None: each is whole, and none a hidden matrix.
+        model_dtype: of the model's weights, where ``parameters`` are kept wider (ZeRO-3); None: theirs.
+        apex: AdamW is NVIDIA apex's where it can be (:class:`ApexAdamW`).
 
     Raises:
         JobError: ``build`` gives an optimizer that looks at whole tensors, and a data rank holds only a part of them.
@@ -48,6 +52,8 @@ class Optimizer:
         config: OptimizerConfig,
         build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
         pieces: Mapping[str, Piece] | None = None,
+        model_dtype: torch.dtype | None = None,
+        apex: bool = False,
     ):
         self.parameters = dict(parameters)
         self.pieces = dict(pieces or {name: Piece(Sharding.whole(p.shape)) for name, p in self.parameters.items()})
@@ -56,27 +62,53 @@ class Optimizer:
         self.main = {name: _main_weight(parameter) for name, parameter in self.parameters.items()}
         self._versions: dict[str, int] = {}
         self.note_weights()
-        groups: list[dict[str, Any]] = [
-            {
-                "params": [main for name, main in self.main.items() if self._decays(name) == decay],
-                "weight_decay": float(getattr(config, "weight_decay", 0.0)) if decay else 0.0,
-            }
-            for decay in (True, False)
-        ]
-        groups = [group for group in groups if group["params"]]
         self._build = build
-        self._groups = groups
+        self._groups = self._decay_groups(self.main, float(getattr(config, "weight_decay", 0.0)))
+        self.inner: torch.optim.Optimizer | Muon | None = None
         self._waiting: dict[str, dict[str, Any]] = {}
         self._numbers: dict[tuple[str, str], Tensor] = {}
         self._stateless: set[str] = set()
-        self.inner = (build(groups) if build else _build(groups, config)) if groups else None
         if build is None:
+            if self.main:
+                self.inner = self._build_own(config, model_dtype, apex)
             self.make_states()
-        elif self.inner is not None:
+        elif self._groups:
+            self.inner = build(self._groups)
             _check_elementwise(self.inner, self.pieces)
 
-    def _decays(self, name: str) -> bool:
-        return decays(self.pieces[name].sharding.shape)
+    def _decay_groups(self, names: Iterable[str], weight_decay: float) -> list[dict[str, Any]]:
+        """torch's parameter groups of the main weights of these names: with decay, and without."""
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name in names:
+            decay = weight_decay if decays(self.pieces[name].sharding.shape) else 0.0
+            groups.setdefault(decay, []).append(self.main[name])
+        return [{"params": groups[decay], "weight_decay": decay} for decay in sorted(groups, reverse=True)]
+
+    def _build_own(
+        self, config: OptimizerConfig, model_dtype: torch.dtype | None, apex: bool
+    ) -> torch.optim.Optimizer | Muon:
+        if config.name == "adamw":
+            return _adamw(self._groups, config, apex)
+        if config.name == "sgd":
+            return torch.optim.SGD(self._groups, lr=config.lr, momentum=config.momentum)
+        assert config.name == "muon", config.name
+        matrices = [name for name in self.main if is_matrix(self.pieces[name])]
+        rest = self._decay_groups([name for name in self.main if not is_matrix(self.pieces[name])], config.weight_decay)
+        group = None
+        if matrices:
+            narrow = model_dtype or self.parameters[matrices[0]].dtype
+            fast = narrow == torch.bfloat16 and self.main[matrices[0]].is_cuda
+            group = {
+                "params": [self.main[name] for name in matrices],
+                "lr": config.lr,
+                "weight_decay": config.weight_decay,
+                "momentum": config.momentum,
+                "ns_steps": config.ns_steps,
+                # Weights in bf16 show no more of an update than that; without tensor cores bf16 is no faster.
+                "dtype": torch.bfloat16 if fast else None,
+            }
+        pieces: dict[Tensor, Piece] = {self.main[name]: self.pieces[name] for name in matrices}
+        return Muon(group, pieces, _adamw(rest, config, apex) if rest else None)
 
     # ---------------------------------------------------------------- a step
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
@@ -217,12 +249,16 @@ def _check_elementwise(inner: torch.optim.Optimizer, pieces: Mapping[str, Piece]
             )
 
 
-def _build(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    raise ValueError(f"optimizer {config.name!r}; built are adamw and sgd")
+def is_matrix(piece: Piece) -> bool:
+    """Whether Muon treats a parameter as a matrix; the rest it leaves to AdamW."""
+    return piece.matrix and len(piece.sharding.shape) == 2
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, apex: bool) -> torch.optim.Optimizer:
+    constants: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if apex and all(main.is_cuda and main.dtype == torch.float32 for group in groups for main in group["params"]):
+        return ApexAdamW(groups, **constants)
+    return torch.optim.AdamW(groups, **constants, fused=True)
 
 
 def _fresh_state(main: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
