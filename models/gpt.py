@@ -27,7 +27,7 @@ from gridtron.parallel import (
     vocab_parallel_cross_entropy,
 )
 from gridtron.parallel.linear import column_linear
-from gridtron.parallel.operations import kept_operators
+from gridtron.parallel.operations import forward_sum, kept_operators
 from gridtron.parallel.parameters import named_parameters
 from gridtron.parallel.recompute import LAYER_POLICIES, RecomputeConfig, layer_policies
 
@@ -192,7 +192,8 @@ class GPT(nn.Module):
         self.seed = draw_key() if seed is None else seed
         # Parts are made without memory: their own initial weights would be drawn only to be drawn over.
         linear = {"axis": axis, "sequence_parallel": self.sequence_parallel, "device": "meta", "dtype": dtype}
-        linear["out_of_place"] = "operations" in self.policies
+        if "operations" in self.policies:
+            linear["forward_sum"] = forward_sum(self.recompute.operations or ())
         ranges = self.layer_ranges
         layers = [layer for stage in held for layer in range(*ranges[stage])]
         first, last = 0 in held, count - 1 in held

@@ -28,6 +28,8 @@ from gridtron.core.torch_compat import functional_all_reduce, functional_reduce_
 from gridtron.parallel.collectives import gather_from_region
 from gridtron.parallel.gradient_door import accumulate_gradient, deferral_of
 
+FORWARD_SUMS = ("in_place", "new", "release")
+
 
 class TensorParallelLinear(nn.Module):
     """``y = x W^T + b`` with W split over one axis, by output ("column") or by input ("row") features.
@@ -49,8 +51,9 @@ class TensorParallelLinear(nn.Module):
             ``torch.manual_seed`` gives the same whole weight on every grid.
         device, dtype: of the parameters.
         rows: the ranges of split features that each rank holds, instead of even shares (attention heads).
-        out_of_place: row only: the forward sum over the axis is a new tensor, by torch's functional collectives, so
-            that a selective checkpoint may keep the product and the sum alike.
+        forward_sum: row only, how the product is summed over the axis: "in_place"; "new", a tensor of its own by
+            torch's functional collectives, so that a selective checkpoint may keep both; "release", likewise, and the
+            product's memory is let go at once, for a checkpoint that keeps both and never reads the product again.
 
     Raises:
         ValueError: an unknown partition, or options that do not go together.
@@ -70,7 +73,7 @@ class TensorParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         rows: Sequence[Ranges] | None = None,
-        out_of_place: bool = False,
+        forward_sum: str = "in_place",
     ):
         super().__init__()
         if partition not in ("column", "row"):
@@ -81,7 +84,9 @@ class TensorParallelLinear(nn.Module):
             raise ValueError(f"in_features={in_features} and out_features={out_features} must be at least 1")
         self.axis = Axis.of(axis)
         self.in_features, self.out_features = in_features, out_features
-        self.partition, self.gather_output, self.out_of_place = partition, gather_output, out_of_place
+        if forward_sum not in FORWARD_SUMS:
+            raise ValueError(f"forward_sum={forward_sum!r}: it is one of {', '.join(FORWARD_SUMS)}")
+        self.partition, self.gather_output, self.forward_sum = partition, gather_output, forward_sum
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         dim = 0 if partition == "column" else 1
         length = (out_features, in_features)[dim]
@@ -124,7 +129,7 @@ class TensorParallelLinear(nn.Module):
                 lengths = tuple(self.shardings["weight"].local_shape(rank)[0] for rank in range(self.axis.size))
                 y = gather_from_region(y, self.axis, -1, lengths)
             return y
-        return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.out_of_place)
+        return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.forward_sum)
 
     def extra_repr(self) -> str:
         return (
@@ -172,18 +177,18 @@ def row_linear(
     bias: Tensor | None,
     axis: Axis,
     sequence_parallel: bool = False,
-    out_of_place: bool = False,
+    forward_sum: str = "in_place",
 ) -> Float[Tensor, "*batch out"]:
     """Row-parallel product: (..., in share) -> (..., out), summed over the axis, the bias added once.
 
-    ``out_of_place`` as TensorParallelLinear has it.
+    ``forward_sum`` as TensorParallelLinear has it.
     """
     deferral = deferral_of(weight)
     if deferral is not None:
         deferral.able.add(weight)
     elif axis.size == 1:
         return F.linear(x, weight, bias)
-    y = _RowLinear.apply(x, weight, axis, sequence_parallel, out_of_place)
+    y = _RowLinear.apply(x, weight, axis, sequence_parallel, forward_sum)
     return y if bias is None else y + bias
 
 
@@ -261,16 +266,17 @@ class _RowLinear(torch.autograd.Function):
     defers_weight_gradients = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, out_of_place: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, forward_sum: str) -> Tensor:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.deferral = deferral_of(weight)
         ctx.parameter = weight if ctx.deferral is not None else None
         ctx.save_for_backward(x, weight)
         y = F.linear(x, weight)
-        if out_of_place and axis.size > 1:
-            return (
-                functional_reduce_scatter(y, axis.group) if sequence_parallel else functional_all_reduce(y, axis.group)
-            )
+        if forward_sum != "in_place" and axis.size > 1:
+            total = (functional_reduce_scatter if sequence_parallel else functional_all_reduce)(y, axis.group)
+            if forward_sum == "release":
+                y.untyped_storage().resize_(0)
+            return total
         return reduce_scatter(y, axis) if sequence_parallel else all_reduce(y, axis)
 
     @staticmethod

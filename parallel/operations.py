@@ -82,6 +82,14 @@ def kept_operators(operations: Collection[str]) -> frozenset[str]:
     )
 
 
+def forward_sum(operations: Collection[str]) -> str:
+    """How row-parallel layers inside of a checkpoint sum their product over the axis (TensorParallelLinear): a product
+    is let go where both it and its sum are kept, and then never read again."""
+    kept = kept_operators(operations)
+    sums = set(KEPT["reduction"]) | set(KEPT["product"])
+    return "release" if sums <= kept else "new"
+
+
 def keep_all_but(operations: Collection[str]) -> Callable[..., CheckpointPolicy]:
     """A policy for torch's selective checkpoints that keeps the results of all costly operators but ``operations``."""
     from torch.utils.checkpoint import CheckpointPolicy

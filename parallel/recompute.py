@@ -63,7 +63,7 @@ def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str 
         args: tensors and anything else.
         policy: "full" recomputes; "none" calls the function; a list of operations recomputes those and everything
             elementwise and keeps the results of all other costly operators (:mod:`gridtron.parallel.operations`).
-            Row-parallel layers inside must then be made with ``out_of_place=True``: a kept product must not be summed
+            Row-parallel layers inside must then be made with ``forward_sum="new"``: a kept product must not be summed
             in place, and again when it is used again.
 
     Raises:

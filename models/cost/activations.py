@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from gridtron.core.sharding import even_ranges
 from gridtron.models.config import GPTConfig
 from gridtron.models.heads import HeadSplit
-from gridtron.parallel.operations import kept_operators
+from gridtron.parallel.operations import forward_sum, kept_operators
 
 NOT_IN_THE_PAPER = frozenset(
     {"norm statistics", "logsumexp", "causal mask", "rotary tables", "indices", "loss statistics"}
@@ -161,7 +161,8 @@ def _kept_results(micro: Microbatch, operations: Collection[str]) -> dict[str, i
         hidden = micro.tokens * share.ffn * w
         kept["q, k and v"] = sum(attention_core_inputs(micro).values())
         kept |= {"gate and up": 2 * hidden} if config.activation == "swiglu" else {"up": hidden}
-        kept["products"] = 2 * whole  # those that are added to the residual stream
+        # Those that are added to the residual stream; a sum takes their place.
+        kept["products"] = 0 if micro.tensor > 1 and forward_sum(operations) == "release" else 2 * whole
     if micro.tensor > 1 and "_c10d_functional.all_reduce" in names:
         kept["sums"] = 2 * micro.residual
     if config.dropout > 0 and "gridtron.counted_dropout" in names:

@@ -24,6 +24,7 @@ CHOICES = {
     "elementwise": RecomputeConfig("selective", operations=[]),
     "attention": RecomputeConfig("selective", operations=["attention"]),
     "one operator": RecomputeConfig("selective", operations=["aten.mm"]),
+    "reduction": RecomputeConfig("selective", operations=["reduction"]),
     "all": RecomputeConfig("selective", operations=list(KEPT)),
 }
 
@@ -73,7 +74,7 @@ def steps_on_a_rank(family, rate):
         with Grid.create(tensor=2) as grid:
             config = dropped(family, rate)
             plain = step(config, None, grid, sequence_parallel)
-            for name in ("selective", "full", "elementwise", "one operator"):
+            for name in ("selective", "full", "elementwise", "attention", "reduction"):
                 recompute = CHOICES[name]
                 with Ledger(grid) as ledger:
                     found = step(config, recompute, grid, sequence_parallel)
