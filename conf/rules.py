@@ -312,6 +312,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     sequence_rule,
     pipeline_rule,
     recompute_rule,
+    shard_rule,
     batch_rule,
     precision_rule,
     evaluation_rule,

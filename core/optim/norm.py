@@ -11,28 +11,15 @@ from torch import Tensor
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
 from gridtron.core.pieces import Piece
-from gridtron.core.sharding import Sharding
 from gridtron.core.torch_compat import norms_of, scale_
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Held:
-    """The gradient of what this rank updates of a parameter, and where that lies in the whole.
-
-    ``Held(gradient, sharding, axis)`` stands for rows that no data rank cuts.
-    """
+    """The gradient of what this rank updates of a parameter, and where that lies in the whole."""
 
     gradient: Tensor
     piece: Piece
-
-    def __init__(self, gradient: Tensor, piece: Piece | Sharding, axis: Axis | None = None) -> None:
-        whole = Piece(piece, axis or Axis("tensor")) if isinstance(piece, Sharding) else piece
-        object.__setattr__(self, "gradient", gradient)
-        object.__setattr__(self, "piece", whole)
-
-    @property
-    def sharding(self) -> Sharding:
-        return self.piece.sharding
 
 
 def gradient_norm(
@@ -107,17 +94,8 @@ def _owned(item: Held, shards: Axis | None) -> list[Tensor]:
     return [part for part in parts if part.numel()]
 
 
-def clip_(held: Sequence[Held], norm: Tensor, limit: float, unscale: float = 1.0) -> None:
-    """In place, in one pass: gradients times ``unscale``, and scaled so that their norm is at most ``limit``.
-
-    Args:
-        held: the gradients, still times the loss scale.
-        norm: of the gradients times ``unscale``.
-        limit: largest norm; 0: no clipping.
-        unscale: one over the loss scale.
-    """
-    factor = unscale
-    if limit > 0 and norm > limit:
-        factor *= float(limit / norm)
-    if factor != 1.0 and held:
-        scale_([item.gradient for item in held], factor)
+def clip_(held: Sequence[Held], norm: Tensor, limit: float) -> None:
+    """In place: scales all gradients so that their norm is at most ``limit``; nothing where it is already."""
+    if norm <= limit or not held:
+        return
+    scale_([item.gradient for item in held], float(limit / norm))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridtron.core import Grid, Ledger
 from gridtron.core.grid import Axis
@@ -130,6 +131,39 @@ def test_a_restored_optimizer_goes_on() -> None:
     again.take_states()
     run(range(3, 6), again)
     assert all(torch.equal(whole.parameters[name], again.parameters[name]) for name in whole.parameters)
+
+
+class NoFloat32(TorchDispatchMode):
+    """Fails on any operation that makes or takes a tensor of another format than float64."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for value in torch.utils._pytree.tree_leaves((args, kwargs, out)):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                assert value.dtype == torch.float64, f"{function} sees {value.dtype}"
+        return out
+
+
+def test_in_float64_nothing_is_below() -> None:
+    with NoFloat32():
+        steps_of_muon(None, False, random.Random(0))
+
+
+def test_weights_of_a_narrow_model_may_be_orthogonalised_in_its_format() -> None:
+    """On CUDA bfloat16 is chosen; here it is asked for. The momentum and the main weight stay wide."""
+    torch.manual_seed(0)
+    start, gradient = torch.randn(16, 24), torch.randn(16, 24)
+    found = []
+    for dtype in (None, torch.bfloat16):
+        parameter = nn.Parameter(start.bfloat16())
+        optimizer = Optimizer({"w": parameter}, MUON, pieces={"w": whole_of(16, 24, matrix=True)})
+        assert optimizer.inner is not None and optimizer.inner.param_groups[0]["dtype"] is None
+        optimizer.inner.param_groups[0]["dtype"] = dtype
+        optimizer.step(0.1, {"w": gradient.clone()})
+        state = optimizer.states()["w"]
+        assert all(tensor.dtype == torch.float32 for tensor in state.values())
+        found.append(state["main"] - start.bfloat16().float())
+    assert 0 < float((found[0] - found[1]).norm() / found[0].norm()) < 0.05
 
 
 # -------------------------------------------------------------------- several ranks

@@ -26,7 +26,7 @@ def check_non_finite(sizes, bad_rank):
             own = split(global_batch(Case(), step), grid.data.size)[grid.data.rank]
             engine.forward_backward(split(own, 2))
             if step == 1 and grid.rank == bad_rank:
-                gradient = next(g for _, g in engine._gradients() if g.sharding.dim == 0)
+                gradient = next(g for _, g in engine._gradients() if g.piece.sharding.dim == 0)
                 gradient.gradient.view(-1)[3] = float("inf")
             before = full_state_dict(engine.model)
             outcomes.append(engine.step(1e-3))
