@@ -51,8 +51,8 @@ def preset(name: str) -> GPTConfig:
 
 def _combinations() -> Iterator[str]:
     split = [name for name in FAMILIES if _splits(name)]
-    yield "Every ZeRO stage goes with every precision, optimizer, size of the grid, schedule and recomputation. Refused by"
-    yield "name: a list of `recompute.operations` with schedules that split the backward pass"
+    yield "Every ZeRO stage goes with every precision, optimizer, size of the grid, schedule and recomputation."
+    yield "Refused by name: a list of `recompute.operations` with schedules that split the backward pass"
     yield f"({', '.join(split)}), and `recompute.mode=auto` with a model of your own."
 
 
@@ -63,8 +63,9 @@ def _splits(family: str) -> bool:
 # ---------------------------------------------------------------- bytes a parameter
 def _per_parameter() -> Iterator[str]:
     yield "Bytes a parameter between steps, S ranks sharing one set of states (`data_parallel.shard_size`, or all of"
-    yield "data): weights, wide main weights, wide gradients, optimizer states. Muon keeps of hidden matrices what SGD with"
-    yield "momentum does, of all else what AdamW does. One plain process in fp32 or fp64 has no gradients between steps."
+    yield "data): weights, wide main weights, wide gradients, optimizer states. Muon keeps of hidden matrices what SGD"
+    yield "with momentum does, of all else what AdamW does. One plain process in fp32 or fp64 has no gradients between"
+    yield "steps."
     yield ""
     yield "| precision | optimizer | zero 0 | zero 1 | zero 2 | zero 3 |"
     yield "| --- | --- | --- | --- | --- | --- |"

@@ -254,8 +254,19 @@ def tracked_peak(config, recompute, dtype, batch, length, microbatches):
     return sum(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("mode", ["none", "selective", "full", "operations"])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("llama", "none"),
+        ("gpt2", "selective"),
+        ("llama", "full"),
+        ("gpt2", "operations"),
+        *(
+            pytest.param(family, mode, marks=pytest.mark.slow)
+            for family, mode in (("gpt2", "none"), ("llama", "selective"), ("gpt2", "full"), ("llama", "operations"))
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("hidden", "ffn", "vocabulary", "length", "batch", "layers", "dropout", "microbatches"),
     [
