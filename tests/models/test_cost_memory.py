@@ -162,21 +162,21 @@ def test_kept_bytes_are_those_of_saved_tensors(family, recompute, dropout):
 
 def kept_on_a_rank(cases):
     found = []
-    for config, mode, dtype, sequence_parallel in cases:
-        with Grid.create(tensor=2) as grid:
+    with Grid.create(tensor=2) as grid:
+        for config, mode, dtype, sequence_parallel in cases:
             kept = kept_bytes(config, RecomputeConfig(mode), dtype, 2, 48, grid, sequence_parallel)
             micro = Microbatch(config, 2, 48, 2, grid.tensor.rank, sequence_parallel, dtype.itemsize)
-        policies = layer_policies(RecomputeConfig(mode), 3)
-        found.append((kept, sum(stage_activations(micro, policies, True, True).values())))
+            policies = layer_policies(RecomputeConfig(mode), 3)
+            found.append((kept, sum(stage_activations(micro, policies, True, True).values())))
     return found
 
 
 def test_kept_bytes_over_two_tensor_ranks():
     """Each family, mode, precision, with sequence parallelism and without; and heads that do not divide."""
     cases = [
-        (shape(family, rate, rate), mode, dtype, sequence_parallel)
-        for family, rate, mode, dtype, sequence_parallel in itertools.product(
-            FAMILIES, (0.0, 0.1), ("none", "selective", "full"), (torch.float32, torch.bfloat16), (False, True)
+        (shape(family, 0.1 * (number // 3 % 2), 0.1 * (number // 3 % 2)), mode, dtype, number // 2 % 2 == 0)
+        for number, (family, mode, dtype) in enumerate(
+            itertools.product(FAMILIES, ("none", "selective", "full"), (torch.float32, torch.bfloat16))
         )
     ]
     odd = replace(shape("llama"), num_attention_heads=6, num_key_value_heads=2, head_dim=8, vocab_size=99)
@@ -197,9 +197,9 @@ def live_storages():
 def selectively_kept_on_a_rank(cases):
     """Kept results lie in the checkpoint, where no hook sees them: counted among all tensors that are there."""
     found = []
-    for config, operations, sequence_parallel in cases:
-        options = RecomputeConfig("selective", operations=operations)
-        with Grid.create(tensor=2) as grid:
+    with Grid.create(tensor=2) as grid:
+        for config, operations, sequence_parallel in cases:
+            options = RecomputeConfig("selective", operations=operations)
             model = GPT(config, grid, seed=0, recompute=options, sequence_parallel=sequence_parallel)
             tokens = torch.arange(96).view(2, 48) % config.vocab_size
             saved = {}
