@@ -49,6 +49,7 @@ class TrainingEngine:
         schedule: of the stages that ``model.stages`` holds on this rank; None: the model is whole here.
         loss_scaler: of a run in float16; None: losses are not scaled.
         grad_norms: each parameter's norm is told with every step.
+        apex: NVIDIA's apex is here, for its fused optimizer.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TrainingEngine:
         schedule: Schedule | None = None,
         loss_scaler: LossScaler | None = None,
         grad_norms: bool = False,
+        apex: bool = False,
     ):
         options = data_parallel or DataParallelConfig()
         self.grid = grid
@@ -69,22 +71,26 @@ class TrainingEngine:
         # Before parameters are cut: weights in the model's own dtype.
         narrow = {p.dtype for p in model.parameters() if wide_dtype(p.dtype) != p.dtype}
         self.dtype = next(iter(narrow), None)
-        self.model = DataParallel(
-            model,
-            self.data_axis,
-            zero=options.zero,
-            bucket_bytes=options.bucket_bytes,
-            shard_size=options.shard_size,
-            set_grad=False,
-            reduce=options.reduce,
-            units=None if stages is None else own_parameters(stages),
-            defer=schedule is not None and splits(schedule),
-        )
+        try:
+            self.model = DataParallel(
+                model,
+                self.data_axis,
+                zero=options.zero,
+                bucket_bytes=options.bucket_bytes,
+                shard_size=options.shard_size,
+                set_grad=False,
+                reduce=options.reduce,
+                units=None if stages is None else own_parameters(stages),
+                defer=schedule is not None and splits(schedule),
+            )
+        except ValueError as fault:
+            raise JobError(f"data_parallel: {fault}", agreed=True) from None
         self.parameters = named_parameters(model, grid.tensor)
         self.pieces = {item.name: self.model.piece(item) for item in self.parameters}
         trained = [item for item in self.parameters if item.parameter.requires_grad]
         parts = {item.name: self.model.part(item.parameter) for item in trained}
-        self.optimizer = Optimizer(parts, optimizer, build_optimizer, {name: self.pieces[name] for name in parts})
+        pieces = {name: self.pieces[name] for name in parts}
+        self.optimizer = Optimizer(parts, optimizer, build_optimizer, pieces, self.dtype, apex)
         self.grad_clip = float(getattr(optimizer, "grad_clip", 0.0))
         self.scaler = loss_scaler
         self._names = _names_of_all_stages(self.parameters, grid.pipeline) if grad_norms else None

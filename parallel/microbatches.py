@@ -86,7 +86,8 @@ class WholeModel:
 
     def _backward(self, batch: Batch, divisor: float) -> Tensor:
         loss = self._losses(batch).sum() / divisor
-        loss.backward()
+        if loss.requires_grad:  # everything may be frozen
+            loss.backward()
         return loss.detach()
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:

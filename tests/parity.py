@@ -70,6 +70,7 @@ class Case:
     steps: int = 1
     optimizer: OptimizerConfig = OptimizerConfig("sgd", lr=0.1, grad_clip=0.0, weight_decay=0.0)
     masks: str = "uneven"
+    frozen: tuple[str, ...] = ()
 
     def plain(self) -> Case:
         """The same run in one plain process, in one microbatch."""
@@ -99,6 +100,8 @@ def global_batch(case: Case, step: int) -> Batch:
         for row in range(shape[0]):
             targets[row, : row * shape[1] // shape[0]] = -100
         targets[0, : shape[1] - 1] = -100
+    elif case.masks == "one_rank":
+        targets[: shape[0] // 2] = -100
     elif case.masks == "none":
         targets[:] = -100
     return Batch.of(tokens, targets, torch.arange(shape[0]) + step * shape[0])
@@ -128,6 +131,8 @@ def run_case(case: Case) -> dict[str, Any]:
             recompute=RecomputeConfig(case.recompute),
             dtype=torch.float64,
         )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(case.frozen) if case.frozen else True)
         options = DataParallelConfig(case.zero, case.bucket_bytes, case.shard_size, case.reduce)
         engine = TrainingEngine(model, grid, case.optimizer, options, schedule=schedule)
         result: dict[str, Any] = {"initial": full_state_dict(model, grid), "losses": [], "norms": []}

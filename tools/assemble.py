@@ -52,7 +52,7 @@ def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
         run_directory: unused by the parts themselves; plugins may want it.
     """
     from gridtron.conf.plugins import load_plugins
-    from gridtron.core.capabilities import peak_flops
+    from gridtron.core.capabilities import find_apex, peak_flops
     from gridtron.models.cost.flops import training_flops
     from gridtron.parallel.engine import TrainingEngine
 
@@ -75,6 +75,7 @@ def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
         schedule=schedule,
         loss_scaler=LossScaler.of(plan.precision),
         grad_norms=plan.logging.grad_norms,
+        apex=find_apex() == "nvidia",
     )
     dtype = parameter_dtype(plan.precision.mode, grid.device)
     flops = float(training_flops(plan.model, plan.train.sequence_length)) if is_own_model(plan) else 0.0

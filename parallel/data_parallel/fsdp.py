@@ -52,8 +52,8 @@ class FullyShard:
 
         if defer and not fsdp_can_defer():
             raise ValueError(
-                f"zero=3 under a schedule that splits the backward pass needs parts of FSDP2 that torch "
-                f"{torch.__version__} does not have; use zero=2, or a schedule of whole backward passes (1f1b)"
+                "zero=3 under a schedule that splits the backward pass needs parts of FSDP2 that this torch does not "
+                "have; use zero=2, or a schedule of whole backward passes (1f1b)"
             )
         self.shards, self.replicas, self.each = shards, replicas, each
         self.everywhere = [axis for axis in (shards, replicas) if axis.size > 1]

@@ -75,7 +75,7 @@ class DataParallel(nn.Module):
         *,
         set_grad: bool = True,
         reduce: str | None = None,
-        units: Mapping[Hashable, Iterable[nn.Parameter]] | None = None,
+        units: Mapping[Any, Iterable[nn.Parameter]] | None = None,
         defer: bool = False,
     ):
         super().__init__()
@@ -132,7 +132,7 @@ class DataParallel(nn.Module):
     def _trained(self) -> list[nn.Parameter]:
         return [item.parameter for item in self.named if item.parameter.requires_grad]
 
-    def _units(self, units: Mapping[Hashable, Iterable[nn.Parameter]] | None) -> dict[Hashable, list[nn.Parameter]]:
+    def _units(self, units: Mapping[Any, Iterable[nn.Parameter]] | None) -> dict[Hashable, list[nn.Parameter]]:
         """Parameters that come through the door, by unit; those that no unit has wait for the end of the step."""
         guarded = [i.parameter for i in self.named if i.parameter.requires_grad and self._travels(i)]
         known = {parameter: key for key, held in (units or {}).items() for parameter in held}

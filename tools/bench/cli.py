@@ -34,11 +34,17 @@ class BenchOptions:
 
 def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
     """Name -> what runs it."""
+    from gridtron.tools.bench.data_parallel import run as data_parallel
     from gridtron.tools.bench.pipeline import run as pipeline
     from gridtron.tools.bench.start import run as start
     from gridtron.tools.bench.tensor_parallel import run as tensor_parallel
 
-    return {"tensor_parallel": tensor_parallel, "pipeline": pipeline, "start": start}
+    return {
+        "tensor_parallel": tensor_parallel,
+        "pipeline": pipeline,
+        "data_parallel": data_parallel,
+        "start": start,
+    }
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -54,10 +54,13 @@ def pairwise_cases(seed=20261203):
         "bucket_bytes": [64, 1 << 20],
         "extra_layers": [0, 1, 2],
     }
-    return pairwise(options, seed)
+    for number, case in enumerate(pairwise(options, seed)):
+        # Half of them, of every kind, in make test; the rest in make test-all.
+        name = "-".join(str(value) for value in case.values())
+        yield pytest.param(case, marks=pytest.mark.slow if number % 2 else (), id=name)
 
 
-@pytest.mark.parametrize("case", pairwise_cases(), ids=lambda case: "-".join(str(value) for value in case.values()))
+@pytest.mark.parametrize("case", list(pairwise_cases()))
 def test_pairwise(case):
     case = dict(case)
     pipeline, tensor, data = case.pop("sizes")
