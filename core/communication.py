@@ -90,44 +90,6 @@ def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def start_sum_of_shares(tensor: Tensor, axis: Axis, out: Tensor) -> Pending:
-    """Into ``out``: this rank's share (n,) of the sum of every rank's one-dimensional ``tensor`` (axis.size * n,).
-
-    A reduce-scatter whose result may be a part of the input itself. Both must be left alone until wait().
-    """
-    assert tensor.ndim == 1 and tensor.numel() == axis.size * out.numel(), (tensor.shape, axis.size, out.shape)
-    if tensor.numel() == 0 or axis.size == 1:
-        if axis.size == 1:
-            out.copy_(tensor)
-        return Done()
-    if "gloo" in dist.get_backend(axis.group):
-        # Gloo's own copies the input and sums it over all ranks; only each one's share need travel.
-        received = torch.empty_like(tensor)
-        pending = dist.all_to_all_single(received, tensor, group=axis.group, async_op=True)
-        return _Summing(pending, received.view(axis.size, -1), out)
-    return cast(Pending, reduce_scatter_single(out, tensor, group=axis.group, async_op=True))
-
-
-class _Summing:
-    """Shares that arrive apart and are summed in rank order once they are here."""
-
-    def __init__(self, pending: Pending, received: Tensor, out: Tensor):
-        self.pending, self.received, self.out = pending, received, out
-
-    def wait(self) -> None:
-        self.pending.wait()
-        torch.sum(self.received, 0, out=self.out)
-
-
-def start_gather_of_shares(whole: Tensor, axis: Axis) -> Pending:
-    """In place: every rank's share of a one-dimensional ``whole``, in rank order, from the rank that it belongs to."""
-    if axis.size == 1 or whole.numel() == 0:
-        return Done()
-    share = whole.numel() // axis.size
-    own = whole[axis.rank * share : (axis.rank + 1) * share]
-    return cast(Pending, all_gather_single(whole, own, group=axis.group, async_op=True))
-
-
 def all_gather_uneven(tensor: Tensor, lengths: Sequence[int], axis: Axis, dim: int = 0) -> list[Tensor]:
     """Every rank's tensor, whose sizes along ``dim`` are ``lengths``: padded to the longest, gathered, cut."""
     if axis.size == 1:

@@ -13,12 +13,11 @@ from gridtron.core.communication import (
     Pending,
     all_reduce,
     start_all_reduce,
-    start_gather_of_shares,
-    start_sum_of_shares,
 )
 from gridtron.core.grid import Axis
 from gridtron.core.pieces import Range
 from gridtron.core.precision import wide_dtype
+from gridtron.core.shares import start_gather_of_shares, start_sum_of_shares
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class Bucket:
         wire = self.whole if reduction.dtype is None else self.whole.to(reduction.dtype)
         self._travelling = wire
         if reduction.cut:
-            self.pending = start_sum_of_shares(wire, reduction.shards, wire[self.own[0] : self.own[1]])
+            self.pending = start_sum_of_shares(wire, reduction.shards)
         else:
             self.pending = start_all_reduce(wire, reduction.replicas)
 
