@@ -6,9 +6,11 @@ are not exactly that header is refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ DATA_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 ALIGNMENT = 64
 """Bytes: where the data begins in a data file. Pieces follow without gaps, wider elements first, so each is aligned."""
 _LARGEST_MANIFEST = 1 << 30
+_MOST_SPLIT_DIMS = 8
 
 DTYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 8),
@@ -207,30 +210,37 @@ def _parse_tensor(name: str, content: Any, files: Mapping[str, int]) -> TensorEn
 
 
 def _check_cover(name: str, entry: TensorEntry) -> None:
-    """Pieces lie one after another along one dimension, without a gap and without an overlap."""
+    """Pieces cover the tensor without a gap and without an overlap.
+
+    Each box's corners count +1 or -1 by how many of their ends are upper ones: differences of the box's indicator
+    function along every dimension. A sum of indicators is that of the whole exactly where its differences are.
+    """
     shape, pieces = entry.shape, entry.pieces
     if any(len(piece.offsets) != len(shape) or len(piece.sizes) != len(shape) for piece in pieces):
         raise ValueError(f"{name} has the shape {list(shape)} and a piece with another number of dimensions")
+    covered, numel = sum(piece.numel for piece in pieces), math.prod(shape)
+    if covered != numel:
+        raise ValueError(f"{name}: pieces cover {covered} of {numel} elements")
+    if len(pieces) > 1 and any(piece.numel == 0 for piece in pieces):
+        raise ValueError(f"{name} has an empty piece")
+    whole = Piece((0,) * len(shape), shape, "", 0, 0)
     split = [
         dim
-        for dim, length in enumerate(shape)
-        if any(piece.offsets[dim] != 0 or piece.sizes[dim] != length for piece in pieces)
+        for dim in range(len(shape))
+        if any((piece.offsets[dim], piece.sizes[dim]) != (0, shape[dim]) for piece in pieces)
     ]
-    if len(split) > 1 or not pieces:
-        raise ValueError(f"{name} of shape {list(shape)} has {len(pieces)} pieces, split along dimensions {split}")
-    if not split:
-        if len(pieces) > 1:
-            raise ValueError(f"{name} has {len(pieces)} whole pieces")
-        return
-    covered = 0
-    for piece in sorted(pieces, key=lambda piece: piece.offsets[split[0]]):
-        if piece.offsets[split[0]] != covered or piece.sizes[split[0]] == 0:
-            raise ValueError(
-                f"{name}: along dimension {split[0]} a piece begins at {piece.offsets[split[0]]}, not {covered}"
-            )
-        covered += piece.sizes[split[0]]
-    if covered != shape[split[0]]:
-        raise ValueError(f"{name}: pieces cover {covered} of {shape[split[0]]} along dimension {split[0]}")
+    if len(split) > _MOST_SPLIT_DIMS:
+        raise ValueError(f"{name} is split along {len(split)} dimensions, more than {_MOST_SPLIT_DIMS}")
+    count: Counter[tuple[int, ...]] = Counter()
+    for piece, times in [*((piece, 1) for piece in pieces), (whole, -1)]:
+        for upper in itertools.product((0, 1), repeat=len(split)):
+            corner = (piece.offsets[dim] + end * piece.sizes[dim] for dim, end in zip(split, upper, strict=True))
+            count[tuple(corner)] += times * (-1) ** sum(upper)
+    wrong = [corner for corner, number in count.items() if number]
+    if wrong:
+        where = dict(zip(split, min(wrong), strict=True))
+        place = ", ".join(f"{index} of dimension {dim}" for dim, index in where.items())
+        raise ValueError(f"{name} of shape {list(shape)}: pieces overlap or leave a gap at {place}")
 
 
 def _natural(value: Any, what: str) -> int:

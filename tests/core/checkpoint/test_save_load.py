@@ -210,11 +210,17 @@ def kv(content: dict[str, Any]) -> dict[str, Any]:
     [
         (lambda content: kv(content).update(shape=[12 << 40, 2]), "parameters/kv"),
         (lambda content: kv(content)["pieces"][0].update(sizes=[12 << 40, 2]), "parameters/kv ends at byte"),
-        (lambda content: kv(content)["pieces"][0].update(sizes=[8, 2]), "cover 8 of 12"),
+        (lambda content: kv(content)["pieces"][0].update(sizes=[8, 2]), "cover 16 of 24"),
+        (
+            lambda content: kv(content).update(
+                pieces=[kv(content)["pieces"][0] | {"offsets": [0, a], "sizes": [12, 1]} for a in (0, 0)]
+            ),
+            "overlap or leave a gap at 0 of dimension 1",
+        ),
         (lambda content: kv(content)["pieces"][0].update(offsets=[-4, 0]), "offset of parameters/kv is -4"),
         (lambda content: kv(content)["pieces"][0].update(start=10**15), "ends at byte"),
         (lambda content: kv(content)["pieces"][0].update(start=True), "start of parameters/kv is True"),
-        (lambda content: kv(content).update(pieces=kv(content)["pieces"] * 2), "2 whole pieces"),
+        (lambda content: kv(content).update(pieces=kv(content)["pieces"] * 2), "cover 48 of 24"),
         (lambda content: kv(content).update(dtype="F63"), "unknown dtype 'F63'"),
         (lambda content: kv(content).update(dtype="F32"), "does not begin as manifest.json says"),
         (lambda content: kv(content)["pieces"][0].update(file="../../passwd"), "none of the data files"),
