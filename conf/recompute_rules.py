@@ -40,6 +40,7 @@ def memory_settings(plan: Plan, sizes: Mapping[str, int], precision: str) -> Mem
         zero=plan.data_parallel.zero,
         shard_size=plan.data_parallel.shard_size,
         bucket_bytes=plan.data_parallel.bucket_bytes,
+        reduce=plan.data_parallel.reduce,
         precision=precision,
         optimizer=name,
         momentum=getattr(plan.optimizer, "momentum", 0.0),
@@ -98,7 +99,7 @@ def _operations_violations(plan: Plan, sizes: Mapping[str, int]) -> Iterator[Vio
             schedule = plan_schedule(plan, sizes["pipeline"], sizes["data"] * sizes["context"])
         except ValueError:
             return  # the pipeline's rule tells it
-        if any(action.kind in "IW" for row in schedule.actions for action in row):
+        if schedule.splits_backward:
             yield Violation(
                 f"{shown} with pipeline.schedule={plan.pipeline.schedule}: a list of operations does not go with a "
                 "schedule that splits the backward pass; nearest: recompute.operations=null, or pipeline.schedule=1f1b",

@@ -22,7 +22,7 @@ from gridtron.core.torch_compat import scale_
 from gridtron.core.training.protocols import LossSum, StepOutcome
 from gridtron.parallel.data_parallel.config import DataParallelConfig
 from gridtron.parallel.data_parallel.wrapper import DataParallel
-from gridtron.parallel.microbatches import Microbatches, Pipelined, WholeModel, own_parameters, splits
+from gridtron.parallel.microbatches import Microbatches, Pipelined, WholeModel, own_parameters
 from gridtron.parallel.parameters import NamedParameter, named_parameters, unwrap
 from gridtron.parallel.pipeline.schedule import Schedule
 from gridtron.parallel.run_state import run_state, take_run_state
@@ -81,7 +81,7 @@ class TrainingEngine:
                 set_grad=False,
                 reduce=options.reduce,
                 units=None if stages is None else own_parameters(stages),
-                defer=schedule is not None and splits(schedule),
+                defer=schedule is not None and schedule.splits_backward,
             )
         except ValueError as fault:
             raise JobError(f"data_parallel: {fault}", agreed=True) from None

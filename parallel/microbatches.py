@@ -129,14 +129,13 @@ class Pipelined:
         self.runner = PipelineRunner(stages, schedule, axis, forward=self._forward, gradient_scope=self._gradient_scope)
         mine = [action for action in schedule.actions[axis.rank] if action.kind in "BIW"]
         self._last_of_stage = {action.stage: action for action in mine}
-        self._splits = splits(schedule)
         own = own_parameters(stages)
         # A stage that shares a parameter with another of this rank has not all its gradients after its own passes.
         self._alone = {stage: len(held) == len(list(stages[stage].parameters())) for stage, held in own.items()}
 
     def train(self, batches: Sequence[Batch], divisor: float, idle: int = 0) -> Tensor:
         assert idle == 0, idle
-        if not self._splits or self.model.zero < 3:
+        if not self.schedule.splits_backward or self.model.zero < 3:
             return self._run(self.runner.step, batches, divisor)
         with self.model.deferred_step():
             # What ZeRO-3 has gathered are other parameters than those that a rank keeps.
@@ -171,11 +170,6 @@ class Pipelined:
             yield
         if action.kind != "I":
             self.model.end_microbatch_of(stage)
-
-
-def splits(schedule: Schedule) -> bool:
-    """Whether a schedule has the gradients of weights come apart from those of inputs."""
-    return any(action.kind == "W" for actions in schedule.actions for action in actions)
 
 
 def own_parameters(stages: Mapping[int, nn.Module]) -> dict[int, list[nn.Parameter]]:

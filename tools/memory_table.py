@@ -27,7 +27,7 @@ _GRIDS: tuple[tuple[int, int, int, str | None, tuple[int, ...]], ...] = (
     (2, 4, 1, None, (0, 1)),
     (1, 8, 1, None, (0,)),
     (2, 2, 2, "1f1b", (0, 1, 2, 3)),
-    (2, 2, 2, "zb_v", (0, 1)),
+    (2, 2, 2, "zb_v", (0, 1, 2, 3)),
     (1, 2, 4, "1f1b", (0,)),
     (1, 1, 8, "interleaved_1f1b", (0,)),
 )
@@ -50,14 +50,12 @@ def preset(name: str) -> GPTConfig:
 
 
 def _combinations() -> Iterator[str]:
-    split = [name for name in FAMILIES if _splits(name)]
+    split = [name for name in FAMILIES if build_schedule(name, 2, 4).splits_backward]
     yield "Every ZeRO stage goes with every precision, optimizer, size of the grid, schedule and recomputation."
     yield "Refused by name: a list of `recompute.operations` with schedules that split the backward pass"
-    yield f"({', '.join(split)}), and `recompute.mode=auto` with a model of your own."
-
-
-def _splits(family: str) -> bool:
-    return any(action.kind in "IW" for row in build_schedule(family, 2, 4).actions for action in row)
+    yield f"({', '.join(split)}); `recompute.mode=auto` with a model of your own; with zero above 0 a plugin's"
+    yield "optimizer that is not known to treat every number by itself; with zero 3 a model of your own with parameters"
+    yield "of several dtypes."
 
 
 # ---------------------------------------------------------------- bytes a parameter
@@ -122,7 +120,7 @@ def _per_rank() -> Iterator[str]:
 
 def _peak(settings: MemorySettings, name: str, choice: RecomputeConfig) -> str:
     schedule = settings.schedule
-    if name == "elementwise" and schedule is not None and _splits(schedule.name):
+    if name == "elementwise" and schedule is not None and schedule.splits_backward:
         return "refused"
     chosen = replace(settings, recompute=choice)
     ranks = 1 if schedule is None else schedule.ranks

@@ -24,6 +24,7 @@ from gridtron.models.cost.activations import (
 )
 from gridtron.models.cost.parameters import ParameterCount, rank_layer_parameters, rank_root_parameters
 from gridtron.models.partition import layer_ranges
+from gridtron.parallel.data_parallel.config import reduces_each
 from gridtron.parallel.pipeline.schedule import Schedule
 from gridtron.parallel.pipeline.simulate import peak_held
 from gridtron.parallel.recompute import RecomputeConfig, layer_policies
@@ -48,6 +49,7 @@ class MemorySettings:
         zero: 0, 1 (optimizer states sharded), 2 (gradients too), 3 (parameters too).
         shard_size: ranks that share one set of states; default: all of data.
         bucket_bytes: of gradients that travel together.
+        reduce: "each" microbatch's gradients or once the "last"; default: each from zero 2 on.
         precision: "fp32", "bf16", "fp16" or "fp64".
         optimizer: "adamw", "sgd" or "muon".
         momentum: of SGD; 0: no state.
@@ -68,6 +70,7 @@ class MemorySettings:
     zero: int = 0
     shard_size: int | None = None
     bucket_bytes: int = 25 * 2**20
+    reduce: str | None = None
     precision: str = "fp32"
     optimizer: str = "adamw"
     momentum: float = 0.0
@@ -78,6 +81,11 @@ class MemorySettings:
     def shards(self) -> int:
         """Over how many ranks sharded states are spread."""
         return self.shard_size or self.data
+
+    @property
+    def stage_of_zero(self) -> int:
+        """Of ZeRO, 0 where there is no other rank to share with."""
+        return self.zero if self.shards > 1 else 0
 
     @property
     def itemsize(self) -> int:
@@ -186,11 +194,14 @@ def rank_memory(settings: MemorySettings, pipeline_rank: int = 0, tensor_rank: i
         pipeline_rank, tensor_rank: which rank; the first of the tensor axis holds the most.
     """
     count = rank_parameters(settings, pipeline_rank, tensor_rank)
-    zero, w, W = settings.zero, settings.itemsize, settings.wide
+    zero, w, W = settings.stage_of_zero, settings.itemsize, settings.wide
     shards = settings.shards
     weights = -(-count.total * W // shards) if zero == 3 else count.total * w
     main = count.total * W if settings.narrow and zero < 3 else 0
     gradients = -(-count.total * W // shards) if zero >= 2 else count.total * W
+    if zero < 2 and settings.data > 1 and reduces_each(zero, settings.reduce):
+        # What is reduced is kept beside what gathers for the next reduction.
+        gradients += -(-count.total * W // shards) if zero else count.total * W
     states = optimizer_bytes(settings, count)
     if zero >= 1:
         main, states = -(-main // shards), -(-states // shards)
@@ -235,15 +246,21 @@ def _most_of_a_backward_pass(settings: MemorySettings, pipeline_rank: int, tenso
 def travelling_bytes(settings: MemorySettings, count: ParameterCount) -> int:
     """What a backward pass holds of gradients and parameters on their way: under zero 2 two buckets of wide gradients
     (one filling, one travelling); under zero 3 the whole parameters and gradients of two layers and of what is outside
-    of layers (Zhao et al. 2023, arXiv:2304.11277, section 3.2.2)."""
-    if settings.zero == 2:
-        return min(2 * settings.bucket_bytes, count.total * settings.wide)
-    if settings.zero < 3:
+    of layers (Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). All gradients where they are reduced once; all
+    parameters as well where a schedule's weight gradients come apart from the backward pass under zero 3."""
+    zero = settings.stage_of_zero
+    if zero < 2:
         return 0
+    whole = count.total * settings.wide
+    if zero == 3 and settings.schedule is not None and settings.schedule.splits_backward:
+        return count.total * settings.itemsize + whole
+    if zero == 2:
+        return whole if not reduces_each(zero, settings.reduce) else min(2 * settings.bucket_bytes, whole)
     share = TensorShare.of(settings.config, settings.tensor)
-    whole = 2 * rank_layer_parameters(settings.config, share).total
-    whole += rank_root_parameters(settings.config, share, True, True).total
-    return 2 * min(whole, count.total) * settings.itemsize
+    gathered = 2 * rank_layer_parameters(settings.config, share).total
+    gathered += rank_root_parameters(settings.config, share, True, True).total
+    moving = min(gathered, count.total) * settings.itemsize
+    return moving + (moving if reduces_each(zero, settings.reduce) else whole)
 
 
 def activation_bytes(

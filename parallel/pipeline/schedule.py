@@ -33,6 +33,11 @@ class Schedule:
     def num_stages(self) -> int:
         return len(self.placement)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights come apart from those of inputs."""
+        return any(action.kind in "IW" for row in self.actions for action in row)
+
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in order."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)

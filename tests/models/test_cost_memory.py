@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import FAMILIES
+from parity import FAMILIES, LLAMA
 from ranks import run_ranks
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from gridtron.core import Grid
 from gridtron.models import GPT, GPTConfig
 from gridtron.models.cost.activations import NOT_IN_THE_PAPER, Microbatch, layer_activations, stage_activations
-from gridtron.models.cost.memory import MemorySettings, activation_bytes, rank_memory, rank_parameters
+from gridtron.models.cost.memory import (
+    MemorySettings,
+    activation_bytes,
+    rank_memory,
+    rank_parameters,
+    travelling_bytes,
+)
 from gridtron.parallel import SampleContext
 from gridtron.parallel.pipeline import build_schedule
 from gridtron.parallel.recompute import RecomputeConfig, layer_policies
@@ -357,3 +363,26 @@ def test_zero_lowers_the_peak_stage_by_stage():
     settings = MemorySettings(config, 256, data=8, precision="bf16", bucket_bytes=2**20, microbatches=8)
     peaks = [rank_memory(replace(settings, zero=zero)).peak for zero in range(4)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+
+
+def test_what_travels_by_stage_of_zero_schedule_and_reduction():
+    settings = MemorySettings(LLAMA, 24, microbatches=4, data=4, zero=3, precision="bf16", bucket_bytes=64)
+    count = rank_parameters(settings)
+    layerwise = travelling_bytes(settings, count)
+    once = travelling_bytes(replace(settings, reduce="last"), count)
+    assert once == layerwise // 2 + 4 * count.total, "gradients of all microbatches add up whole"
+    split = replace(settings, schedule=build_schedule("zb_h1", 2, 4))
+    held = rank_parameters(split)
+    assert travelling_bytes(split, held) == (2 + 4) * held.total, "all is gathered, and all gradients wait"
+    assert travelling_bytes(replace(settings, zero=2), count) == 128
+    assert travelling_bytes(replace(settings, zero=2, reduce="last"), count) == 4 * count.total
+    assert travelling_bytes(replace(settings, data=1), count) == 0, "no rank to share with"
+
+
+def test_each_microbatch_at_the_first_stages_of_zero_keeps_both():
+    settings = MemorySettings(LLAMA, 24, microbatches=4, data=4)
+    count = rank_parameters(settings).total
+    assert rank_memory(settings).gradients == 4 * count
+    assert rank_memory(replace(settings, reduce="each")).gradients == 8 * count
+    assert rank_memory(replace(settings, zero=1, reduce="each")).gradients == 5 * count
+    assert rank_memory(replace(settings, zero=3, data=1)) == rank_memory(replace(settings, zero=0, data=1))
