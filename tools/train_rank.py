@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def run_rank(launcher: Launcher, decision: Decision) -> int:
     try:
         if grid.rank == 0:
             write_environment(decision, _facts(grid, assembly.environment))
-            loggers = _start_logging(plan, grid, decision, loop)
+            loggers = _start_logging(plan, grid, decision, loop, assembly.environment)
         loop.loggers = loggers
         progress = loop.run()
     except OSError as error:
@@ -149,7 +150,9 @@ def _registry(plan: Plan) -> Any:
 
 
 # -------------------------------------------------------------------- rank 0 alone
-def _start_logging(plan: Plan, grid: Grid, decision: Decision, loop: TrainingLoop) -> list[Logger]:
+def _start_logging(
+    plan: Plan, grid: Grid, decision: Decision, loop: TrainingLoop, facts: Mapping[str, Any]
+) -> list[Logger]:
     from gridtron.core.optim.config import LRScheduleConfig
     from gridtron.core.optim.schedule import spans
     from gridtron.core.training.loggers import ConsoleLogger, JsonLinesLogger, TensorBoardLogger, show_grid
@@ -157,6 +160,10 @@ def _start_logging(plan: Plan, grid: Grid, decision: Decision, loop: TrainingLoo
     directory = Path(decision.directory)
     done = loop.progress.step
     show_grid(grid.sizes.sizes, grid.sizes.order, {"run": decision.directory})
+    if "recompute" in facts:
+        counts = Counter(facts["recompute"])
+        chosen = ", ".join(f"{policy} for {count} of {counts.total()} layers" for policy, count in counts.items())
+        print(f"recompute.mode=auto: {chosen}", file=sys.stderr)
     console: ConsoleLogger = ConsoleLogger(plan.train.steps, done, plan.logging.every)
     warnings = (
         spans(plan.lr_schedule, plan.train.steps).warnings if isinstance(plan.lr_schedule, LRScheduleConfig) else ()
