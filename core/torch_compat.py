@@ -14,6 +14,7 @@ from torch import Tensor
 
 # The documented way to see every operation lives in a private module; tests/parallel/test_layers.py fails if it moves.
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Renamed in torch 2.13, where the old names warn.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -114,4 +115,5 @@ __all__ = [
     "norms_of",
     "reduce_scatter_single",
     "scale_",
+    "tree_leaves",
 ]

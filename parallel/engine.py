@@ -131,11 +131,12 @@ class TrainingEngine:
             if self.grad_clip > 0:
                 clip_([item for _, item in held], norm, self.grad_clip)
             self.optimizer.step(lr, {named.name: item.gradient for named, item in held})
+        self.model.zero_grad()
+        if applied:
             self.model.gather_parameters()
         scale = None if self.scaler is None else self.scaler.scale
         if self.scaler is not None:
             self.scaler.update(applied)
-        self.model.zero_grad()
         return StepOutcome(float(norm), applied, scale, norms)
 
     @property

@@ -43,6 +43,8 @@ def full_state_dict(model: nn.Module, grid: Grid | None = None, of: str = "param
     """
     if of not in ("parameters", "gradients"):
         raise ValueError(f'of={of!r}: it is "parameters" or "gradients"')
+    if isinstance(model, DataParallel):
+        model.reshard()
     parameters = named_parameters(model)
     tensors = _gradients(model, parameters) if of == "gradients" else _parameters(model, parameters)
     whole = {
@@ -133,6 +135,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], grid: Gr
         ValueError: missing or unexpected names, or a shape that differs, all of them listed, on every rank alike.
     """
     axis = Axis("pipeline") if grid is None else grid.pipeline
+    if isinstance(model, DataParallel):
+        model.reshard()
     parameters = named_parameters(model)
     known = {item.name: item for item in parameters}
     everywhere = {name for names in gather_values(list(known), axis) for name in names}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gridtron.core.communication import (
     Pending,
     all_reduce,
+    split_axis,
     start_all_reduce,
 )
 from gridtron.core.grid import Axis
@@ -44,6 +45,26 @@ class Reduction:
         return self.shards.size > 1
 
 
+def cut_axis(axis: Axis, zero: int, shard_size: int | None) -> tuple[Axis, Axis]:
+    """(ranks over which states are cut, ranks that keep the same).
+
+    Raises:
+        ValueError: a ``shard_size`` that does not divide the axis.
+    """
+    if zero == 0:
+        return Axis("data"), axis
+    if shard_size is None or shard_size == axis.size:
+        return axis, Axis("data")
+    if shard_size < 1 or axis.size % shard_size:
+        fitting = [size for size in range(1, axis.size + 1) if axis.size % size == 0]
+        nearest = min(fitting, key=lambda size: abs(size - shard_size))
+        raise ValueError(
+            f"shard_size={shard_size}: it divides the {axis.size} ranks of the {axis.name} axis; "
+            f"nearest: shard_size={nearest}"
+        )
+    return split_axis(axis, shard_size)
+
+
 class Bucket:
     """Gradients that are reduced together, in a flat buffer in the wide dtype.
 
@@ -56,6 +77,7 @@ class Bucket:
         length: of the gradients in it: a multiple of the number of shares.
         arrived: who has a gradient in ``whole``; reduced: who has one in ``kept``.
         landed: whose gradient came in the pass that is reduced next.
+        summed: ``kept`` holds a sum of this step, whosever gradients were in it.
         weights: the parameters themselves, flat, where the bucket is cut: theirs are views of it.
     """
 
@@ -93,7 +115,7 @@ class Bucket:
         self.arrived = [False] * len(self.parameters)
         self.reduced = [False] * len(self.parameters)
         self.landed: set[int] = set()
-        self.started = False
+        self.summed = False
         self.pending = None
 
     # ---------------------------------------------------------------- where what lies
@@ -158,7 +180,6 @@ class Bucket:
         if self.tail:
             self.whole[self.length :] = torch.tensor(self.arrived, dtype=self.dtype)
         reduction = self.reduction
-        self.started = True
         wire = self.whole if reduction.dtype is None else self.whole.to(reduction.dtype)
         self._travelling = wire
         if reduction.cut:
@@ -179,7 +200,8 @@ class Bucket:
             self.arrived = (self._travelling[self.length :] > 0).tolist()
         self._travelling = None
         if reduction.each or reduction.release:
-            if any(self.reduced):
+            if self.summed:
+                # Whether or not this rank had a part in the sums before.
                 assert self.kept is not None
                 self.kept.add_(total)
             elif self.kept is None:
@@ -193,6 +215,7 @@ class Bucket:
                 self.kept.copy_(total)
         if reduction.release:
             self.whole = None
+        self.summed = True
         self.reduced = [a or b for a, b in zip(self.arrived, self.reduced, strict=True)]
         self.arrived = [False] * len(self.parameters)
         self.landed = set()

@@ -87,6 +87,15 @@ class FullyShard:
                     gathered.register_post_accumulate_grad_hook(partial(self._see, parameter.sharded_param))
                     gathered.gradient_door = partial(self._accumulate, parameter)
             wrapped.reshard()
+        for root in self.roots.values():
+            if root in self.wrapped:
+                root.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, root: Any, *_: Any) -> None:
+        # FSDP2 keeps a root gathered for its backward pass. Without one, what the module shows as its parameters would
+        # be those copies, and stay so when the parameters are written.
+        if not torch.is_grad_enabled():
+            root.reshard()
 
     def _see(self, parameter: nn.Parameter, gathered: nn.Parameter) -> None:
         if gathered.grad is not None:
@@ -132,10 +141,14 @@ class FullyShard:
         for root in self.roots.values():
             fsdp_reduce(root)
 
-    def finish(self) -> None:
-        """After the last microbatch: which parameters have no gradient on any rank."""
+    def reshard(self) -> None:
+        """The modules' parameters are those that are kept, whatever a forward pass has left gathered."""
         for wrapped in self.wrapped:
             wrapped.reshard()
+
+    def finish(self) -> None:
+        """After the last microbatch: which parameters have no gradient on any rank."""
+        self.reshard()
         trained = [parameter for parameter in self._known if parameter.requires_grad]
         self._absent = set()
         if not trained:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gridtron.core.communication import broadcast_from_first, split_axis
+from gridtron.core.communication import broadcast_from_first
 from gridtron.core.grid import Axis
 from gridtron.core.pieces import Piece
 from gridtron.core.precision import wide_dtype
-from gridtron.parallel.data_parallel.buckets import Reduction
+from gridtron.core.torch_compat import tree_leaves
+from gridtron.parallel.data_parallel.buckets import Reduction, cut_axis
 from gridtron.parallel.data_parallel.config import reduces_each
 from gridtron.parallel.data_parallel.fsdp import FullyShard, cuts_of, local_part
 from gridtron.parallel.data_parallel.reducer import Reducer
@@ -35,7 +36,8 @@ class DataParallel(nn.Module):
         module: the same on every rank; parameters and buffers are broadcast from the axis's first rank.
         axis: Axis, one-dimensional DeviceMesh, ProcessGroup, or None (one rank: the holders' sums remain).
         zero: 0: all states on every rank; 1: the optimizer's are cut over the ranks; 2: gradients too, which are
-            reduced after each microbatch; 3: parameters too, by torch's FSDP2.
+            reduced after each microbatch; 3: parameters too, by torch's FSDP2, so that every rank calls the same items of
+            lists and sequences of modules (each is gathered by all).
         bucket_bytes: size of a bucket in bytes.
         reduce_dtype: dtype in which gradients travel; default that in which they accumulate, float32 or wider.
         shard_size: with zero above 0: states are cut over groups of so many neighbours, and whole over all groups
@@ -89,7 +91,7 @@ class DataParallel(nn.Module):
         self.axis = Axis.of(axis)
         self.zero = zero
         self.each = reduces_each(zero, reduce)
-        self.shards, self.replicas = _cut(self.axis, zero, shard_size)
+        self.shards, self.replicas = cut_axis(self.axis, zero, shard_size)
         self._set_grad = set_grad
         broadcast_from_first([*(p.detach() for p in module.parameters()), *module.buffers()], self.axis)
         self._fully: FullyShard | None = None
@@ -107,6 +109,8 @@ class DataParallel(nn.Module):
         reduction = Reduction(self.shards, self.replicas, self.each, release, reduce_dtype)
         self._reducer = Reducer(self._units(units), self._apart(), bucket_bytes, reduction, self.axis)
         self._parts = {p: self._part_of(p) for p in self._trained()}
+        # Whose gradients this wrapper sums; of others .grad is autograd's own.
+        self._guarded = [p for p in self._parts if p in self._reducer or self._is_gathered(p)]
         for parameter in self._reducer.place:
             parameter.register_hook(self._before_gradient)
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -115,6 +119,7 @@ class DataParallel(nn.Module):
         self._finished = False
         self._had_gradients = False
         self._stale = False
+        self._gathered = False
         self._kept: dict[nn.Parameter, Tensor] = {}
 
     # ---------------------------------------------------------------- what lies where
@@ -122,9 +127,12 @@ class DataParallel(nn.Module):
     def _cuts(self) -> bool:
         return self.shards.size > 1
 
+    def _is_gathered(self, parameter: nn.Parameter) -> bool:
+        return self._fully is not None and self._fully.holds(parameter)
+
     def _travels(self, item: NamedParameter) -> bool:
         # A gradient that no other rank has a part in, already wide, needs no door: autograd's own .grad takes it.
-        if self._fully is not None and self._fully.holds(item.parameter):
+        if self._is_gathered(item.parameter):
             return False
         wide = item.parameter.dtype == wide_dtype(item.parameter.dtype)
         return self.axis.size > 1 or item in self._summed or item.copies is not None or not wide
@@ -150,7 +158,7 @@ class DataParallel(nn.Module):
 
     def cuts(self, parameter: nn.Parameter) -> tuple[tuple[int, int], ...] | None:
         """Of every rank of ``shards``, the range of the flattened parameter that it updates; None: all of it."""
-        if self._fully is not None and self._fully.holds(parameter):
+        if self._is_gathered(parameter):
             return cuts_of(parameter)
         if self._cuts and parameter in self._reducer:
             bucket, index, _ = self._reducer.place[parameter]
@@ -166,7 +174,7 @@ class DataParallel(nn.Module):
         return self._parts[parameter]
 
     def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        if self._fully is not None and self._fully.holds(parameter):
+        if self._is_gathered(parameter):
             return nn.Parameter(local_part(parameter))
         cuts = self.cuts(parameter)
         if cuts is not None:
@@ -188,13 +196,27 @@ class DataParallel(nn.Module):
                 )
         if self._stale:
             self.gather_parameters()
-        return self.module(*args, **kwargs)
+        outputs = self.module(*args, **kwargs)
+        if self._fully is not None:
+            # Gathered parameters have no hooks of ours that run before all of FSDP2's.
+            for tensor in tree_leaves(outputs):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._before_gradient)
+        return outputs
 
     def gather_parameters(self) -> None:
         """Fetches the ranges that the other ranks updated; every rank calls it, at the latest in the next forward."""
-        self._stale = False
+        # Until gradients are forgotten or new ones come, an optimizer may still be about to use them.
+        self._stale = self._cuts and self._finished
+        self._gathered = True
+        self.reshard()
         if self._cuts:
             self._reducer.gather_parameters()
+
+    def reshard(self) -> None:
+        """Under zero=3 the module's parameters are those that this rank keeps, whatever a forward pass has gathered."""
+        if self._fully is not None:
+            self._fully.reshard()
 
     # ---------------------------------------------------------------- the door
     def _before_gradient(self, gradient: Tensor) -> None:
@@ -205,11 +227,14 @@ class DataParallel(nn.Module):
 
     def _begin_step(self) -> None:
         """Gradients that the last step left, zero or not, will be added to the sums of this one, as autograd would."""
-        for parameter in self._reducer.place:
+        for parameter in self._guarded:
             part = self._parts[parameter]
             if part.grad is not None:
                 self._kept[parameter] = part.grad.clone()
                 part.grad = None
+            if part is not parameter:
+                parameter.grad = None  # FSDP2 would add to it, though an optimizer has forgotten that of the part
+        self._stale = self._stale and not self._gathered
         self._clear()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -318,20 +343,23 @@ class DataParallel(nn.Module):
         sum_among_pieces([(gradient, piece) for gradient, piece in held if gradient is not None])
         sum_among_copies([(self._present(item.parameter), copies) for item, copies in self._copied])
         for parameter, kept in self._kept.items():
-            bucket, index, _ = self._reducer.place[parameter]
-            bucket.add_reduced(index, kept)
+            if parameter in self._reducer:
+                bucket, index, _ = self._reducer.place[parameter]
+                bucket.add_reduced(index, kept)
+            else:
+                assert self._fully is not None
+                self._fully.present(parameter).add_(kept)
         self._kept = {}
         if self._set_grad:
             self._set_gradients()
         self._finished = True
-        self._stale = self._cuts
-        self._had_gradients = any(self._parts[parameter].grad is not None for parameter in self._reducer.place)
+        self._stale, self._gathered = self._cuts, False
+        self._had_gradients = any(self._parts[parameter].grad is not None for parameter in self._guarded)
 
     def _set_gradients(self) -> None:
-        for parameter, part in self._parts.items():
-            if part is not parameter or parameter in self._reducer:
-                gradient = self.gradient(parameter)
-                part.grad = None if gradient is None else gradient.to(part.dtype)
+        for parameter in self._guarded:
+            part, gradient = self._parts[parameter], self.gradient(parameter)
+            part.grad = None if gradient is None else gradient.to(part.dtype)
 
     def _present(self, parameter: nn.Parameter) -> Tensor:
         """A gradient that others wait to sum: zeros where this rank has none."""
@@ -342,7 +370,7 @@ class DataParallel(nn.Module):
 
     def _begun_anew(self) -> bool:
         """Whether optimizer.zero_grad() forgot the finished step: then a rank without any backward still takes part."""
-        return self._had_gradients and all(self._parts[parameter].grad is None for parameter in self._reducer.place)
+        return self._had_gradients and all(self._parts[parameter].grad is None for parameter in self._guarded)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """A parameter's gradient in the wide dtype: of this rank's rows, or of its range of them, one-dimensional;
@@ -355,6 +383,7 @@ class DataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients."""
+        self.reshard()
         super().zero_grad(set_to_none)
         for part in self._parts.values():
             if part.grad is not None:
@@ -366,19 +395,3 @@ class DataParallel(nn.Module):
     def _clear(self) -> None:
         self._reducer.clear()
         self._finished = False
-
-
-def _cut(axis: Axis, zero: int, shard_size: int | None) -> tuple[Axis, Axis]:
-    """(ranks over which states are cut, ranks that keep the same)."""
-    if zero == 0:
-        return Axis("data"), axis
-    if shard_size is None or shard_size == axis.size:
-        return axis, Axis("data")
-    if shard_size < 1 or axis.size % shard_size:
-        fitting = [size for size in range(1, axis.size + 1) if axis.size % size == 0]
-        nearest = min(fitting, key=lambda size: abs(size - shard_size))
-        raise ValueError(
-            f"shard_size={shard_size}: it divides the {axis.size} ranks of the {axis.name} axis; "
-            f"nearest: shard_size={nearest}"
-        )
-    return split_axis(axis, shard_size)
