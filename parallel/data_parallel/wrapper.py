@@ -36,8 +36,8 @@ class DataParallel(nn.Module):
         module: the same on every rank; parameters and buffers are broadcast from the axis's first rank.
         axis: Axis, one-dimensional DeviceMesh, ProcessGroup, or None (one rank: the holders' sums remain).
         zero: 0: all states on every rank; 1: the optimizer's are cut over the ranks; 2: gradients too, which are
-            reduced after each microbatch; 3: parameters too, by torch's FSDP2, so that every rank calls the same items of
-            lists and sequences of modules (each is gathered by all).
+            reduced after each microbatch; 3: parameters too, by torch's FSDP2, which gathers the items of lists and
+            sequences of modules one by one, so that every rank calls the same ones.
         bucket_bytes: size of a bucket in bytes.
         reduce_dtype: dtype in which gradients travel; default that in which they accumulate, float32 or wider.
         shard_size: with zero above 0: states are cut over groups of so many neighbours, and whole over all groups
