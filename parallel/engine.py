@@ -15,7 +15,7 @@ from gridtron.core.data.batch import IGNORE_INDEX, Batch
 from gridtron.core.errors import JobError
 from gridtron.core.grid import Axis
 from gridtron.core.optim.config import OptimizerConfig
-from gridtron.core.optim.norm import Held, clip_, gradient_norm, norms_by_name
+from gridtron.core.optim.norm import Held, clip_, gradient_norm, norms_by_layer, norms_by_name
 from gridtron.core.optim.optimizer import Optimizer
 from gridtron.core.precision import wide_dtype
 from gridtron.core.torch_compat import scale_
@@ -48,7 +48,7 @@ class TrainingEngine:
         build_optimizer: makes the optimizer from parameter groups, in place of the one that ``optimizer`` names.
         schedule: of the stages that ``model.stages`` holds on this rank; None: the model is whole here.
         loss_scaler: of a run in float16; None: losses are not scaled.
-        grad_norms: each parameter's norm is told with every step.
+        grad_norms: norms of each "layer" or "parameter" are told with every step.
         apex: NVIDIA's apex is here, for its fused optimizer.
     """
 
@@ -61,7 +61,7 @@ class TrainingEngine:
         build_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
         schedule: Schedule | None = None,
         loss_scaler: LossScaler | None = None,
-        grad_norms: bool = False,
+        grad_norms: str | None = None,
         apex: bool = False,
     ):
         options = data_parallel or DataParallelConfig()
@@ -93,11 +93,12 @@ class TrainingEngine:
         self.optimizer = Optimizer(parts, optimizer, build_optimizer, pieces, self.dtype, apex)
         self.grad_clip = float(getattr(optimizer, "grad_clip", 0.0))
         self.scaler = loss_scaler
+        self._grad_norms = grad_norms
         self._names = _names_of_all_stages(self.parameters, grid.pipeline) if grad_norms else None
         self._warned = False
         self.microbatches: Microbatches
         if stages is None or schedule is None:
-            dtypes = [part.dtype for part in parts.values()] or [torch.float32]
+            dtypes = [item.parameter.dtype for item in self.parameters] or [torch.float32]
             self.microbatches = WholeModel(self.model, grid.device, wide_dtype(dtypes[0]))
         else:
             self.microbatches = Pipelined(self.model, stages, schedule, grid.pipeline, grid.device)
@@ -126,6 +127,8 @@ class TrainingEngine:
         where = ([self.grid.tensor, self.grid.pipeline], self.grid.device, self._cut_over)
         norm = gradient_norm(list(counted.values()), *where)
         norms = None if self._names is None else norms_by_name(counted, self._names, *where)
+        if norms is not None and self._grad_norms == "layer":
+            norms = norms_by_layer(norms)
         applied = bool(torch.isfinite(norm))
         if applied:
             if self.grad_clip > 0:

@@ -134,8 +134,9 @@ def run_case(case: Case) -> dict[str, Any]:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(case.frozen) if case.frozen else True)
         options = DataParallelConfig(case.zero, case.bucket_bytes, case.shard_size, case.reduce)
-        engine = TrainingEngine(model, grid, case.optimizer, options, schedule=schedule)
-        result: dict[str, Any] = {"initial": full_state_dict(model, grid), "losses": [], "norms": []}
+        norms = "layer" if case.steps <= 2 else None
+        engine = TrainingEngine(model, grid, case.optimizer, options, schedule=schedule, grad_norms=norms)
+        result: dict[str, Any] = {"initial": full_state_dict(model, grid), "losses": [], "norms": [], "layer_norms": []}
         for step in range(case.steps):
             own = split(global_batch(case, step), grid.data.size)[grid.data.rank]
             outcome = engine.forward_backward(split(own, microbatches))
@@ -144,6 +145,7 @@ def run_case(case: Case) -> dict[str, Any]:
             norm = engine.step(case.optimizer.lr)
             result["losses"].append(outcome.loss)
             result["norms"].append(norm.grad_norm)
+            result["layer_norms"].append(norm.grad_norms or {})
         result["parameters"] = full_state_dict(model, grid)
         # What several ranks hold whole, and what two stages hold twice, must stay equal.
         result["replicas"] = {
@@ -190,6 +192,9 @@ def assert_parity(result: Mapping[str, Any], reference: Mapping[str, Any], bound
     for kind in ("losses", "norms"):
         for a, b in zip(result[kind], reference[kind], strict=True):
             assert abs(a - b) <= bound * max(abs(b), 1e-6), (kind, a, b)
+    for layers, expected in zip(result["layer_norms"], reference["layer_norms"], strict=True):
+        assert layers.keys() == expected.keys()
+        assert all(abs(layers[name] - norm) <= bound * max(norm, 1e-6) for name, norm in expected.items()), layers
     for kind in ("gradients", "parameters"):
         if reference[kind]:
             error, name = worst_error(result[kind], reference[kind])

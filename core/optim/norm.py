@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,21 @@ def norms_by_name(
     for axis in [*axes, *([shards] if shards else [])]:
         all_reduce(total, axis)
     return dict(zip(place, total.sqrt().tolist(), strict=True))
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: its name to the first number ("blocks.3"), else that of its module."""
+    words = name.split(".")
+    numbered = [place for place, word in enumerate(words[:-1]) if word.isdigit()]
+    return ".".join(words[: numbered[0] + 1] if numbered else words[:-1]) or name
+
+
+def norms_by_layer(norms: Mapping[str, float]) -> dict[str, float]:
+    """Norms of layers from those of their parameters."""
+    squares: dict[str, float] = {}
+    for name, norm in norms.items():
+        squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + norm * norm
+    return {name: math.sqrt(square) for name, square in squares.items()}
 
 
 def _squares(held: Sequence[Held], shards: Axis | None) -> list[Tensor]:

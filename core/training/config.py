@@ -41,9 +41,11 @@ class EvaluationConfig:
 class LoggingConfig:
     every: int = option(1, "steps between rows on the console", minimum=1)
     tensorboard: bool = option(True, "write TensorBoard events to the run's tensorboard/")
-    grad_norms: bool = option(
-        False,
-        "the norm of each parameter's gradient, before clipping, in every row of metrics.jsonl and in TensorBoard",
+    grad_norms: str | None = option(
+        None,
+        "norms of the gradient's parts, before clipping, in every row of metrics.jsonl and in TensorBoard: of each "
+        "layer or of each parameter; null: none",
+        choices=("layer", "parameter"),
     )
     trace: bool = option(
         False,

@@ -32,7 +32,7 @@ class StepOutcome:
         grad_norm: of all parameters, each counted once, before clipping.
         applied: False where a non-finite gradient made every rank skip the step.
         loss_scale: under which the step's gradients were made; None where losses are not scaled.
-        grad_norms: of each parameter by name, where the run asks for them.
+        grad_norms: of each layer or parameter by name, where the run asks for them.
     """
 
     grad_norm: float

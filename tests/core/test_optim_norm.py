@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from gridtron.core import Grid
 from gridtron.core.grid import Axis
-from gridtron.core.optim.norm import Held, clip_, gradient_norm, norms_by_name
+from gridtron.core.optim.norm import Held, clip_, gradient_norm, norms_by_layer, norms_by_name
 from gridtron.core.pieces import Piece
 from gridtron.core.sharding import Sharding, even_ranges
 
@@ -81,3 +81,14 @@ def test_clipping_is_at_the_norm(limit: float, expected: float) -> None:
     held = [Held(torch.full((4,), 1.5), Piece(Sharding.whole((4,))))]
     clip_(held, gradient_norm(held, []), limit)
     assert torch.equal(held[0].gradient, torch.full((4,), expected))
+
+
+def test_norms_of_layers():
+    norms = {
+        "embedding.weight": 1.0,
+        "blocks.0.norm.weight": 3.0,
+        "blocks.0.mlp.up.weight": 4.0,
+        "blocks.10.a": 2.0,
+        "w": 5.0,
+    }
+    assert norms_by_layer(norms) == {"embedding": 1.0, "blocks.0": 5.0, "blocks.10": 2.0, "w": 5.0}
