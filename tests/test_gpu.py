@@ -8,6 +8,7 @@ from parity import FAMILIES, Case, global_batch, split, worst_error
 
 from gridtron.core import Grid
 from gridtron.core.optim.config import OptimizerConfig
+from gridtron.core.precision import LossScaler
 from gridtron.core.random import counted_dropout
 from gridtron.models import GPT
 from gridtron.parallel import full_state_dict
@@ -17,13 +18,14 @@ from gridtron.parallel.recompute import RecomputeConfig
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def train(device, dtype, family="llama", recompute="none", steps=3):
+def train(device, dtype, family="llama", recompute="none", steps=3, optimizer="adamw"):
     config = replace(FAMILIES[family], dropout=0.1, attention_dropout=0.1)
     with Grid.create(device=device) as grid:
         assert grid.device.type == device
         model = GPT(config, grid, seed=1, dtype=dtype, device=grid.device, recompute=RecomputeConfig(recompute))
         initial = full_state_dict(model)
-        engine = TrainingEngine(model, grid, OptimizerConfig("adamw", lr=1e-3))
+        scaler = LossScaler(scale=1024.0) if dtype == torch.float16 else None
+        engine = TrainingEngine(model, grid, OptimizerConfig(optimizer, lr=1e-3, momentum=0.9), loss_scaler=scaler)
         losses = []
         for step in range(steps):
             losses.append(engine.forward_backward(split(global_batch(Case(), step), 2)).loss)
@@ -43,9 +45,11 @@ def test_float64_training_equals_the_cpus(device, family, recompute):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bfloat16_training(device):
-    _, losses, parameters, _ = train(device, torch.bfloat16)
-    assert losses == pytest.approx(train("cpu", torch.float64)[1], rel=0.03)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_in_sixteen_bits(device, dtype, optimizer):
+    _, losses, parameters, _ = train(device, dtype, optimizer=optimizer)
+    assert losses == pytest.approx(train("cpu", torch.float64, optimizer=optimizer)[1], rel=0.03)
     assert all(torch.isfinite(tensor).all() for tensor in parameters.values())
 
 

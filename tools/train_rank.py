@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -75,6 +76,9 @@ def run_rank(launcher: Launcher, decision: Decision) -> int:
         _say_end(loop, progress.step, directory)
     # Only now, when every rank has come to its end: ending the process group of a failed job would wait for its peers.
     grid.close()
+    # What FSDP2 wraps refers to process groups in circles: let go while their threads can still be joined (Grid.close).
+    del assembly, loop
+    gc.collect()
     return 0
 
 
