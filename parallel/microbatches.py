@@ -74,7 +74,9 @@ class WholeModel:
 
     def train(self, batches: Sequence[Batch], divisor: float, idle: int = 0) -> Tensor:
         total = torch.zeros((), dtype=self.dtype, device=self.device)
-        for _ in range(idle if self.model.each else 0):
+        # A rank without any microbatch takes its last part in the end of the step.
+        waits = idle if batches else idle - 1
+        for _ in range(waits if self.model.each else 0):
             with self.model.no_reduce():
                 pass
         for batch in batches[:-1]:

@@ -90,8 +90,9 @@ class DataParallel(nn.Module):
         self.module = module
         self.axis = Axis.of(axis)
         self.zero = zero
-        self.each = reduces_each(zero, reduce)
         self.shards, self.replicas = cut_axis(self.axis, zero, shard_size)
+        # Over one rank nothing travels and nothing is cut: a second buffer for what is reduced would be of no use.
+        self.each = reduces_each(zero if self._cuts else 0, reduce) and self.axis.size > 1
         self._set_grad = set_grad
         broadcast_from_first([*(p.detach() for p in module.parameters()), *module.buffers()], self.axis)
         self._fully: FullyShard | None = None
