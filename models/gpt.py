@@ -82,7 +82,7 @@ class Stage(nn.Module):
         losses = vocab_parallel_cross_entropy(
             logits, targets.t(), self.axis, inplace=True, vocabulary=self.config.vocab_size
         )
-        return losses.t().contiguous()  # no view: who wraps a stage may hook its output
+        return losses.t()
 
     def _embed(self, tokens: Tensor, context: SampleContext | None) -> Tensor:
         length = tokens.shape[1]

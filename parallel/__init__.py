@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gridtron.parallel.clipping import clip_gradients
     from gridtron.parallel.data_parallel.wrapper import DataParallel
     from gridtron.parallel.dropout import Dropout, SampleContext
     from gridtron.parallel.embedding import VocabParallelEmbedding
@@ -21,6 +22,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "accumulate_gradient",
     "activation_checkpoint",
+    "clip_gradients",
     "full_state_dict",
     "load_full_state_dict",
     "sequence_parallel_region",
@@ -36,6 +38,7 @@ _MODULES = {
     "VocabParallelEmbedding": "gridtron.parallel.embedding",
     "accumulate_gradient": "gridtron.parallel.gradient_door",
     "activation_checkpoint": "gridtron.parallel.recompute",
+    "clip_gradients": "gridtron.parallel.clipping",
     "full_state_dict": "gridtron.parallel.state",
     "load_full_state_dict": "gridtron.parallel.state",
     "sequence_parallel_region": "gridtron.parallel.sequence",

@@ -82,6 +82,7 @@ class TrainingEngine:
                 reduce=options.reduce,
                 units=None if stages is None else own_parameters(stages),
                 defer=schedule is not None and schedule.splits_backward,
+                agreed=True,
             )
         except ValueError as fault:
             raise JobError(f"data_parallel: {fault}", agreed=True) from None
@@ -136,7 +137,7 @@ class TrainingEngine:
             self.optimizer.step(lr, {named.name: item.gradient for named, item in held})
         self.model.zero_grad()
         if applied:
-            self.model.gather_parameters()
+            self.model.gather_parameters(updated=True)
         scale = None if self.scaler is None else self.scaler.scale
         if self.scaler is not None:
             self.scaler.update(applied)

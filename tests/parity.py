@@ -177,10 +177,11 @@ def pairwise(options: Mapping[str, list[Any]], seed: int) -> list[dict[str, Any]
 def worst_error(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest error over all tensors, by rule 1, and whose it is."""
     assert tensors.keys() == reference.keys(), tensors.keys() ^ reference.keys()
-    scale = max(float(tensor.abs().max()) for tensor in reference.values())
+    scale = max(float(tensor.abs().max()) for tensor in reference.values() if tensor.numel())
     errors = [
         (float((tensors[name] - b).abs().max()) / max(float(b.abs().max()), 1e-3 * scale, 1e-300), name)
         for name, b in reference.items()
+        if b.numel()
     ]
     return max(errors)
 

@@ -52,7 +52,7 @@ class MemorySettings:
         reduce: "each" microbatch's gradients or once the "last"; default: each from zero 2 on.
         precision: "fp32", "bf16", "fp16" or "fp64".
         optimizer: "adamw", "sgd" or "muon".
-        momentum: of SGD; 0: no state.
+        momentum: of SGD and Muon; 0: no state.
         attention, dropout_mask: see Microbatch.
     """
 
@@ -176,12 +176,12 @@ def rank_parameters(settings: MemorySettings, pipeline_rank: int = 0, tensor_ran
 
 def optimizer_bytes(settings: MemorySettings, count: ParameterCount) -> int:
     """States of a whole set of parameters: AdamW two wide numbers each (Loshchilov and Hutter 2019,
-    arXiv:1711.05101), SGD one with momentum, Muon one for hidden matrices and AdamW's two for all else (Jordan et al.
-    2024)."""
+    arXiv:1711.05101), SGD one with momentum, Muon one, with momentum, for hidden matrices and AdamW's two for all else
+    (Jordan et al. 2024)."""
     numbers = {
         "adamw": 2 * count.total,
         "sgd": count.total if settings.momentum else 0,
-        "muon": count.matrices + 2 * count.others,
+        "muon": (count.matrices if settings.momentum else 0) + 2 * count.others,
     }[settings.optimizer]
     return numbers * settings.wide
 

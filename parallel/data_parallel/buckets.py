@@ -59,7 +59,7 @@ def cut_axis(axis: Axis, zero: int, shard_size: int | None) -> tuple[Axis, Axis]
         fitting = [size for size in range(1, axis.size + 1) if axis.size % size == 0]
         nearest = min(fitting, key=lambda size: abs(size - shard_size))
         raise ValueError(
-            f"shard_size={shard_size}: it divides the {axis.size} ranks of the {axis.name} axis; "
+            f"shard_size={shard_size} must divide the {axis.size} ranks of the {axis.name} axis; "
             f"nearest: shard_size={nearest}"
         )
     return split_axis(axis, shard_size)

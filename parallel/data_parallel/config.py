@@ -39,3 +39,17 @@ def reduces_each(zero: int, reduce: str | None) -> bool:
     if reduce not in (None, "each", "last"):
         raise ValueError(f'reduce={reduce!r}: it is "each" or "last"')
     return reduce == "each" if reduce is not None else zero >= 2
+
+
+def check_arguments(zero: int, bucket_bytes: int, shard_size: int | None) -> None:
+    """What holds on any axis.
+
+    Raises:
+        ValueError: a stage that there is not, a bucket without room, shards of what is whole.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero}: it is 0, 1, 2 or 3")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes}: a bucket holds at least 1 byte")
+    if shard_size is not None and zero == 0:
+        raise ValueError(f"shard_size={shard_size} cuts what zero=0 keeps whole; give zero=1, 2 or 3, or leave it")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -18,6 +17,7 @@ from gridtron.core.pieces import Piece, Range
 from gridtron.core.precision import wide_dtype
 from gridtron.core.sharding import Sharding
 from gridtron.core.torch_compat import fsdp_add_gradient, fsdp_can_defer, fsdp_parameters, fsdp_reduce
+from gridtron.parallel.data_parallel.wrapping import not_for_fsdp, roots_of, wrap
 
 
 class FullyShard:
@@ -57,18 +57,18 @@ class FullyShard:
             )
         self.shards, self.replicas, self.each = shards, replicas, each
         self.everywhere = [axis for axis in (shards, replicas) if axis.size > 1]
-        self.roots: dict[Hashable, nn.Module] = dict(_roots(module))
-        ignored = _shared(self.roots) | {item for item in module.parameters() if item.ndim == 0}
+        self.roots = roots_of(module)
+        ignored = not_for_fsdp(self.roots.values())
         mine = [item for root in self.roots.values() for item in root.parameters() if item not in ignored]
         narrow = _narrow_dtype(mine)
         self.wide = reduce_dtype or (wide_dtype(mine[0].dtype) if mine else torch.float32)
         for item in mine:
-            item.data = item.data.to(wide_dtype(item.dtype))
+            item.data = item.data.to(wide_dtype(item.dtype)).contiguous()
         policy = MixedPrecisionPolicy(narrow, self.wide, cast_forward_inputs=False)
         mesh = _mesh(shards, replicas, mine[0].device.type if mine else "cpu")
         self.wrapped: list[Any] = []
         for root in self.roots.values():
-            self.wrapped += _wrap(root, mesh, policy, ignored)
+            self.wrapped += wrap(root, mesh, policy, ignored)
         self._known = {p.sharded_param: p for wrapped in self.wrapped for p in fsdp_parameters(wrapped)}
         for item in self._known:
             item.shards = shards
@@ -225,19 +225,6 @@ def _zeros_like(parameter: Any) -> Any:
     )
 
 
-def _roots(module: nn.Module) -> Mapping[Hashable, nn.Module]:
-    stages = getattr(module, "stages", None)
-    if isinstance(stages, Mapping) and stages and all(isinstance(item, nn.Module) for item in stages.values()):
-        return stages
-    return {None: module}
-
-
-def _shared(roots: Mapping[Hashable, nn.Module]) -> set[nn.Parameter]:
-    """Parameters of several roots, which FSDP2 cannot hold."""
-    holders = Counter(item for root in roots.values() for item in set(root.parameters()))
-    return {item for item, count in holders.items() if count > 1}
-
-
 def _narrow_dtype(parameters: list[nn.Parameter]) -> torch.dtype | None:
     dtypes = {item.dtype for item in parameters}
     if len(dtypes) > 1:
@@ -260,37 +247,3 @@ def _mesh(shards: Axis, replicas: Axis, device_type: str) -> Any:
     assert shards.group is not None and replicas.group is not None
     groups = [replicas.group, shards.group]
     return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=("replicate", "shard"))
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-def _wrap(root: nn.Module, mesh: Any, policy: Any, ignored: set[nn.Parameter]) -> list[Any]:
-    """Wraps the items of the outermost containers, then what is left; those that were wrapped."""
-    from torch.distributed.fsdp import fully_shard
-
-    found: list[nn.Module] = []
-
-    def look(module: nn.Module, inside: bool) -> None:
-        for child in module.children():
-            container = isinstance(child, _CONTAINERS)
-            if inside and not container:
-                if child not in found and any(item not in ignored for item in child.parameters()):
-                    found.append(child)
-            else:
-                look(child, container)
-
-    look(root, isinstance(root, _CONTAINERS))
-    if any(True for _ in root.parameters()):
-        found.append(root)
-    wrapped: list[Any] = []
-    for module in found:
-        made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-        # The sum is plain: FSDP2 would divide it by the number of ranks.
-        made.set_gradient_divide_factor(1.0)
-        made.set_force_sum_reduction_for_comms(True)
-        if hasattr(made, "set_reduce_scatter_unused_params"):
-            # A parameter that is used on another rank only must be reduced here as well.
-            made.set_reduce_scatter_unused_params(True)
-        wrapped.append(made)
-    return wrapped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
 from gridtron.parallel.data_parallel.buckets import Bucket, Reduction, make_buckets
+from gridtron.parallel.parameters import NamedParameter
 
 
 class Unit:
@@ -51,6 +52,26 @@ class Unit:
             bucket.clear()
 
 
+def by_unit(
+    parameters: Sequence[nn.Parameter], units: Mapping[Any, Iterable[nn.Parameter]]
+) -> dict[Hashable, list[nn.Parameter]]:
+    """Parameters by unit; those that no unit has wait, under None, for the end of the step."""
+    known = {parameter: key for key, held in units.items() for parameter in held}
+    found: dict[Hashable, list[nn.Parameter]] = {key: [] for key in units}
+    for parameter in parameters:
+        found.setdefault(known.get(parameter), []).append(parameter)
+    return {key: held for key, held in found.items() if held}
+
+
+def cut_alike(
+    summed: Sequence[NamedParameter], copied: Sequence[tuple[NamedParameter, Axis]]
+) -> dict[nn.Parameter, Hashable]:
+    """Parameters whose shares are summed with those of other tensor ranks or stages, where they must be cut in the same
+    way: with which others each may share a bucket."""
+    partial = {item.parameter: "partial" for item in summed if item.sharding.dim is None}
+    return {**partial, **{item.parameter: item.name for item, _ in copied}}
+
+
 class Reducer:
     """Gradients of parameters in buckets: taken one by one, reduced, kept.
 
@@ -86,7 +107,7 @@ class Reducer:
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor, landed: bool) -> None:
         """Takes a gradient; ``landed``: it is the last of this parameter before its reduction."""
         bucket, index, unit = self.place[parameter]
-        bucket.add(index, gradient)
+        bucket.add(index, gradient.to_dense() if gradient.layout != torch.strided else gradient)
         if landed:
             bucket.landed.add(index)
             unit.launch_complete()
@@ -108,10 +129,40 @@ class Reducer:
         if key in self.units:
             self.units[key].flush()
 
-    def finish(self) -> None:
-        """Reduces what is left of the step, and tells every rank which parameters have a gradient on any."""
+    def flush_all(self) -> None:
+        """Reduces what all units have gathered."""
         for unit in self.units.values():
             unit.flush()
+
+    def any_rank(self, more: bool) -> bool:
+        """Whether any rank has more microbatches; all ranks call it after each reduction but those that know."""
+        told = torch.tensor([more], dtype=torch.int32, device=self.buckets[0].device if self.buckets else None)
+        return bool(all_reduce(told, self.everywhere, "max"))
+
+    def under_way(self) -> bool:
+        """Whether anything travels, or came to travel."""
+        return any(bucket.pending is not None or bucket.landed for bucket in self.buckets)
+
+    def check_memory(self, name_of: Callable[[nn.Parameter], str]) -> None:
+        """Whether every parameter is still a view of its bucket's flat weights.
+
+        Raises:
+            RuntimeError: one that is not.
+        """
+        for bucket in self.buckets:
+            if bucket.weights is None:
+                continue
+            begin, size = bucket.weights.data_ptr(), bucket.weights.element_size()
+            for parameter, (first, last) in zip(bucket.parameters, bucket.slots, strict=True):
+                if parameter.data_ptr() != begin + first * size and first < last:
+                    raise RuntimeError(
+                        f"the memory of {name_of(parameter)} was replaced after DataParallel was made (by a "
+                        "conversion, .data =, or load_state_dict(assign=True)), and its ranges would be updated "
+                        "elsewhere; do that first and wrap then, or copy into the parameter"
+                    )
+
+    def finish(self) -> None:
+        """After the last reduction: every rank learns which parameters have a gradient on any."""
         for bucket in self.buckets:
             bucket.sum_replicas()
         if not self.reduction.cut or not self.buckets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from gridtron.core.pieces import Piece
 from gridtron.core.precision import wide_dtype
 from gridtron.core.torch_compat import tree_leaves
 from gridtron.parallel.data_parallel.buckets import Reduction, cut_axis
-from gridtron.parallel.data_parallel.config import reduces_each
+from gridtron.parallel.data_parallel.config import check_arguments, reduces_each
 from gridtron.parallel.data_parallel.fsdp import FullyShard, cuts_of, local_part
-from gridtron.parallel.data_parallel.reducer import Reducer
+from gridtron.parallel.data_parallel.reducer import Reducer, by_unit, cut_alike
 from gridtron.parallel.parameters import NamedParameter, named_parameters, sum_among_copies, sum_among_pieces
 
 
@@ -30,7 +30,7 @@ class DataParallel(nn.Module):
     parameters, and the next forward pass fetches what the other ranks made of theirs.
 
     Every gradient comes through one door, :meth:`accumulate_gradient`: autograd's hook calls it, and so may code that
-    finishes a gradient later than autograd does.
+    finishes a gradient later. Clip by :func:`gridtron.parallel.clip_gradients`: a rank may hold only its ranges.
 
     Args:
         module: the same on every rank; parameters and buffers are broadcast from the axis's first rank.
@@ -45,12 +45,14 @@ class DataParallel(nn.Module):
         set_grad: finish_step() sets ``.grad``, in the parameter's dtype; False where :meth:`gradient` is read instead,
             which saves a copy of gradients that accumulate wider than their parameters.
         reduce: "each" microbatch or "last"; default: each from zero=2 on.
-        units: key -> parameters whose gradients are complete together (:meth:`end_pass`): stages of a pipeline.
+        units: key -> parameters whose gradients are complete together (:meth:`unit_pass`): stages of a pipeline.
         defer: weight gradients come apart from the backward pass, and are reduced once after it.
+        agreed: all ranks are known to have as many microbatches; else those with fewer wait along, for a small message
+            a microbatch where each is reduced by itself (under zero=3 all must have as many).
 
     Raises:
-        ValueError: an unknown zero or reduce, a shard_size that does not divide the axis or without zero, or
-            bucket_bytes under 1.
+        ValueError: a module that is wrapped already, an unknown zero or reduce, a shard_size that does not divide the
+            axis or without zero, or bucket_bytes under 1.
 
     Example:
         >>> model = DataParallel(module, grid.data, zero=2)
@@ -79,14 +81,12 @@ class DataParallel(nn.Module):
         reduce: str | None = None,
         units: Mapping[Any, Iterable[nn.Parameter]] | None = None,
         defer: bool = False,
+        agreed: bool = False,
     ):
         super().__init__()
-        if zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero={zero}: it is 0, 1, 2 or 3")
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes}: a bucket holds at least 1 byte")
-        if shard_size is not None and zero == 0:
-            raise ValueError(f"shard_size={shard_size} cuts what zero=0 keeps whole; give zero=1, 2 or 3, or leave it")
+        if isinstance(module, DataParallel):
+            raise ValueError("the module is in a DataParallel already; give that one's module")
+        check_arguments(zero, bucket_bytes, shard_size)
         self.module = module
         self.axis = Axis.of(axis)
         self.zero = zero
@@ -108,14 +108,22 @@ class DataParallel(nn.Module):
         self._frozen = [i for i in self.named if not i.parameter.requires_grad and (self._cuts or self._travels(i))]
         release = zero >= 2 and self._cuts
         reduction = Reduction(self.shards, self.replicas, self.each, release, reduce_dtype)
-        self._reducer = Reducer(self._units(units), self._apart(), bucket_bytes, reduction, self.axis)
-        self._parts = {p: self._part_of(p) for p in self._trained()}
+        trained = [item for item in self.named if item.parameter.requires_grad]
+        guarded = [item.parameter for item in trained if self._travels(item)]
+        apart = cut_alike(self._summed, self._copied) if self._cuts else {}
+        self._reducer = Reducer(by_unit(guarded, units or {}), apart, bucket_bytes, reduction, self.axis)
+        self._parts = {item.parameter: self._part_of(item.parameter) for item in trained}
         # Whose gradients this wrapper sums; of others .grad is autograd's own.
         self._guarded = [p for p in self._parts if p in self._reducer or self._is_gathered(p)]
         for parameter in self._reducer.place:
             parameter.register_hook(self._before_gradient)
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
             parameter.gradient_door = self.accumulate_gradient  # type: ignore[attr-defined]
+        if self._fully is None and self._cuts:
+            # Not in forward alone: the module may be called by itself.
+            module.register_forward_pre_hook(self._before_module)
+        self._rounds = self.each and not agreed and self._fully is None
+        self._zeroed = False
         self._reducing = True
         self._finished = False
         self._had_gradients = False
@@ -138,25 +146,6 @@ class DataParallel(nn.Module):
         wide = item.parameter.dtype == wide_dtype(item.parameter.dtype)
         return self.axis.size > 1 or item in self._summed or item.copies is not None or not wide
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [item.parameter for item in self.named if item.parameter.requires_grad]
-
-    def _units(self, units: Mapping[Any, Iterable[nn.Parameter]] | None) -> dict[Hashable, list[nn.Parameter]]:
-        """Parameters that come through the door, by unit; those that no unit has wait for the end of the step."""
-        guarded = [i.parameter for i in self.named if i.parameter.requires_grad and self._travels(i)]
-        known = {parameter: key for key, held in (units or {}).items() for parameter in held}
-        found: dict[Hashable, list[nn.Parameter]] = {key: [] for key in (units or {})}
-        for parameter in guarded:
-            found.setdefault(known.get(parameter), []).append(parameter)
-        return {key: held for key, held in found.items() if held}
-
-    def _apart(self) -> dict[nn.Parameter, Hashable]:
-        """Shares that are summed with those of other stages or tensor ranks must be cut in the same way there."""
-        if not self._cuts:
-            return {}
-        partial = {item.parameter: "partial" for item in self._summed if item.sharding.dim is None}
-        return {**partial, **{item.parameter: item.name for item, _ in self._copied}}
-
     def cuts(self, parameter: nn.Parameter) -> tuple[tuple[int, int], ...] | None:
         """Of every rank of ``shards``, the range of the flattened parameter that it updates; None: all of it."""
         if self._is_gathered(parameter):
@@ -171,7 +160,7 @@ class DataParallel(nn.Module):
         return Piece(item.sharding, item.axis, self.cuts(item.parameter), self.shards, item.matrix)
 
     def part(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What this rank updates of a trained parameter: itself, or its range of it, one-dimensional."""
+        """What this rank updates of a trained parameter: itself, or its range, one-dimensional."""
         return self._parts[parameter]
 
     def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -195,7 +184,7 @@ class DataParallel(nn.Module):
                     f"{item.name} was frozen when DataParallel was made and is trained now: its gradient would not be "
                     "summed; unfreeze it first and wrap the module then"
                 )
-        if self._stale:
+        if self._stale and self._fully is not None:
             self.gather_parameters()
         outputs = self.module(*args, **kwargs)
         if self._fully is not None:
@@ -205,24 +194,31 @@ class DataParallel(nn.Module):
                     tensor.register_hook(self._before_gradient)
         return outputs
 
-    def gather_parameters(self) -> None:
-        """Fetches the ranges that the other ranks updated; every rank calls it, at the latest in the next forward."""
+    def _before_module(self, module: nn.Module, arguments: Any) -> None:
+        if self._stale:
+            self.gather_parameters()
+        self._reducer.check_memory(self._name_of)
+
+    def gather_parameters(self, updated: bool = False) -> None:
+        """Fetches the ranges that the other ranks updated; every rank calls it, at the latest in the next forward.
+
+        ``updated``: the optimizer's step is over, so that the next forward need not look again.
+        """
         # Until gradients are forgotten or new ones come, an optimizer may still be about to use them.
-        self._stale = self._cuts and self._finished
+        self._stale = self._cuts and self._finished and not updated
         self._gathered = True
         self.reshard()
         if self._cuts:
             self._reducer.gather_parameters()
 
     def reshard(self) -> None:
-        """Under zero=3 the module's parameters are those that this rank keeps, whatever a forward pass has gathered."""
+        """Under zero=3 the module has again the parameters that this rank keeps, whatever a forward pass gathered."""
         if self._fully is not None:
             self._fully.reshard()
 
     # ---------------------------------------------------------------- the door
     def _before_gradient(self, gradient: Tensor) -> None:
-        # Before autograd accumulates: a .grad that is left from the last step is the same on every rank, and must not
-        # be summed over them again with what is new.
+        # Before autograd accumulates: a .grad left from the last step must not be summed over the ranks once more.
         if self._finished:
             self._begin_step()
 
@@ -274,7 +270,8 @@ class DataParallel(nn.Module):
         """Around each microbatch but the last.
 
         Gradients of backward passes inside accumulate on this rank and do not travel; where each microbatch is reduced
-        by itself (zero 2 and 3) they have travelled on leaving, so that every rank must have as many of them.
+        by itself (zero 2 and 3) they have travelled on leaving. Ranks may have different numbers of them, but under
+        zero=3, where each pass fetches parameters.
         """
         before = self._reducing
         if self._fully is not None:
@@ -290,10 +287,13 @@ class DataParallel(nn.Module):
             self._end_microbatch()
 
     def _end_microbatch(self) -> None:
+        if self._stale and self._fully is None:  # without a forward pass, in which the other ranks fetched
+            self.gather_parameters()
         if self._finished:
             self._begin_step()
-        for key in self._reducer.units:
-            self._reducer.flush(key)
+        self._reducer.flush_all()
+        if self._rounds:
+            self._reducer.any_rank(True)
 
     @contextmanager
     def unit_pass(self, key: Hashable, last: bool, whole: bool) -> Iterator[None]:
@@ -321,22 +321,22 @@ class DataParallel(nn.Module):
         if self.each:
             self._reducer.flush(key)
 
-    @contextmanager
-    def deferred_step(self) -> Iterator[None]:
+    def deferred_step(self) -> AbstractContextManager[None]:
         """Around a step whose weight gradients come apart from the backward pass."""
-        if self._fully is None:
-            yield
-            return
-        with self._fully.deferred_step():
-            yield
+        return nullcontext() if self._fully is None else self._fully.deferred_step()
 
     # ---------------------------------------------------------------- the end of a step
     def finish_step(self) -> None:
         """Waits until every gradient is the sum over the axis and over its holders; a second call does nothing."""
         if not self._parts or (self._finished and not self._begun_anew()):
             return
+        if self._stale and self._fully is None:  # without a forward pass, in which the other ranks fetched
+            self.gather_parameters()
         if self._finished:
             self._clear()
+        self._reducer.flush_all()
+        while self._rounds and self._reducer.any_rank(False):
+            self._reducer.flush_all()
         self._reducer.finish()
         if self._fully is not None:
             self._fully.finish()
@@ -344,34 +344,26 @@ class DataParallel(nn.Module):
         sum_among_pieces([(gradient, piece) for gradient, piece in held if gradient is not None])
         sum_among_copies([(self._present(item.parameter), copies) for item, copies in self._copied])
         for parameter, kept in self._kept.items():
-            if parameter in self._reducer:
-                bucket, index, _ = self._reducer.place[parameter]
-                bucket.add_reduced(index, kept)
-            else:
-                assert self._fully is not None
-                self._fully.present(parameter).add_(kept)
+            self._present(parameter).add_(kept)
         self._kept = {}
-        if self._set_grad:
-            self._set_gradients()
-        self._finished = True
+        for parameter in self._guarded if self._set_grad else ():
+            part, gradient = self._parts[parameter], self.gradient(parameter)
+            part.grad = None if gradient is None else gradient.to(part.dtype)
+        self._finished, self._zeroed = True, False
         self._stale, self._gathered = self._cuts, False
         self._had_gradients = any(self._parts[parameter].grad is not None for parameter in self._guarded)
 
-    def _set_gradients(self) -> None:
-        for parameter in self._guarded:
-            part, gradient = self._parts[parameter], self.gradient(parameter)
-            part.grad = None if gradient is None else gradient.to(part.dtype)
-
     def _present(self, parameter: nn.Parameter) -> Tensor:
         """A gradient that others wait to sum: zeros where this rank has none."""
-        if parameter in self._reducer:
-            return self._reducer.present(parameter)
-        assert self._fully is not None
-        return self._fully.present(parameter)
+        holder = self._reducer if parameter in self._reducer else self._fully
+        assert holder is not None
+        return holder.present(parameter)
 
     def _begun_anew(self) -> bool:
-        """Whether optimizer.zero_grad() forgot the finished step: then a rank without any backward still takes part."""
-        return self._had_gradients and all(self._parts[parameter].grad is None for parameter in self._guarded)
+        """Whether zero_grad() forgot the finished step: then a rank without any backward still takes part."""
+        return self._zeroed or (
+            self._had_gradients and all(self._parts[parameter].grad is None for parameter in self._guarded)
+        )
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """A parameter's gradient in the wide dtype: of this rank's rows, or of its range of them, one-dimensional;
@@ -383,13 +375,22 @@ class DataParallel(nn.Module):
         return parameter.grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients."""
+        """Forgets all gradients.
+
+        Raises:
+            RuntimeError: gradients of a last microbatch are on their way, and nobody waited for them.
+        """
+        if self._reducer.under_way():
+            raise RuntimeError(
+                "zero_grad() before finish_step(): gradients are on their way, and no optimizer had them"
+            )
         self.reshard()
         super().zero_grad(set_to_none)
         for part in self._parts.values():
             if part.grad is not None:
                 part.grad = None if set_to_none else part.grad.detach().zero_()
         self._kept = {}
+        self._zeroed = True
         if set_to_none:
             self._clear()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gridtron.parallel.fresh import Fresh
 from gridtron.parallel.gradient_door import Work
 from gridtron.parallel.pipeline.action import Action
 from gridtron.parallel.pipeline.channel import Spec
@@ -116,7 +117,8 @@ class Call:
         else:
             received = self.activations.pop((stage, microbatch))
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad and self.train) for tensor in received]
-            args = [_Fresh.apply(tensor) if tensor.requires_grad else tensor for tensor in leaves]
+            # A stage may begin with an operation in place, as it may in one process.
+            args = [Fresh.apply(tensor) if tensor.requires_grad else tensor for tensor in leaves]
         with runner.deferral.splitting((stage, microbatch) in self.split):
             output = runner.forward(stage, runner.stages[stage], args, microbatch)
             if stage == self.last:
@@ -183,18 +185,6 @@ class Call:
                 microbatch,
                 [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)],
             )
-
-
-class _Fresh(torch.autograd.Function):
-    """The same numbers as no leaf: a stage may begin with an operation in place, as it may in one process."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 def _tensors_of(output: Any, stage: int) -> list[Tensor]:

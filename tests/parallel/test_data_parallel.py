@@ -188,7 +188,7 @@ def test_wrong_arguments_are_refused():
         DataParallel(nn.Linear(2, 2), zero=4)
     with pytest.raises(ValueError, match="shard_size=2 cuts what zero=0 keeps whole"):
         DataParallel(nn.Linear(2, 2), shard_size=2)
-    with pytest.raises(ValueError, match="it divides the 1 ranks of the axis axis; nearest: shard_size=1"):
+    with pytest.raises(ValueError, match="must divide the 1 ranks of the axis axis; nearest: shard_size=1"):
         DataParallel(nn.Linear(2, 2), zero=1, shard_size=2)
     with pytest.raises(ValueError, match='it is "each" or "last"'):
         DataParallel(nn.Linear(2, 2), zero=1, reduce="never")
