@@ -27,8 +27,9 @@ def clip_gradients(model: DataParallel, limit: float, grid: Grid | None = None) 
     """
     held, counted = [], []
     for item in model.named:
-        if item.parameter.requires_grad and model.part(item.parameter).grad is not None:
-            found = Held(model.part(item.parameter).grad, model.piece(item))
+        gradient = model.part(item.parameter).grad if item.parameter.requires_grad else None
+        if gradient is not None:
+            found = Held(gradient, model.piece(item))
             held.append(found)
             counted += [found] if item.stands_for_all else []
     axes = [] if grid is None else [grid.tensor, grid.pipeline]

@@ -115,21 +115,20 @@ class DataParallel(nn.Module):
         self._parts = {item.parameter: self._part_of(item.parameter) for item in trained}
         # Whose gradients this wrapper sums; of others .grad is autograd's own.
         self._guarded = [p for p in self._parts if p in self._reducer or self._is_gathered(p)]
+        self._rounds = self.each and not agreed and self._fully is None
+        self._reducing = True
+        self._finished = self._had_gradients = self._zeroed = self._stale = self._gathered = False
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._listen()
+
+    def _listen(self) -> None:
         for parameter in self._reducer.place:
             parameter.register_hook(self._before_gradient)
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
             parameter.gradient_door = self.accumulate_gradient  # type: ignore[attr-defined]
         if self._fully is None and self._cuts:
             # Not in forward alone: the module may be called by itself.
-            module.register_forward_pre_hook(self._before_module)
-        self._rounds = self.each and not agreed and self._fully is None
-        self._zeroed = False
-        self._reducing = True
-        self._finished = False
-        self._had_gradients = False
-        self._stale = False
-        self._gathered = False
-        self._kept: dict[nn.Parameter, Tensor] = {}
+            self.module.register_forward_pre_hook(self._before_module)
 
     # ---------------------------------------------------------------- what lies where
     @property
