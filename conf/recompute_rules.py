@@ -59,6 +59,12 @@ def recompute_violations(plan: Plan, sizes: Mapping[str, int], own_model: bool, 
     chosen = plan.recompute
     if chosen.operations is not None:
         yield from _operations_violations(plan, sizes)
+    if chosen.mode != "full" and chosen.layers is not None:
+        yield Violation(
+            f"recompute.layers={chosen.layers}: has no effect with recompute.mode={chosen.mode}; set "
+            "recompute.mode=full, or leave it out",
+            {"recompute.layers", "recompute.mode"},
+        )
     if chosen.mode != "auto" and chosen.budget_bytes is not None:
         yield Violation(
             f"recompute.budget_bytes={chosen.budget_bytes}: nothing is chosen by it with recompute.mode={chosen.mode}; "

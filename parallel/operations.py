@@ -60,13 +60,14 @@ def operations_fault(operations: Collection[str]) -> str | None:
         "'aten.mmm' is no operation of a layer; nearest: aten.mm"
     """
     known = known_operations()
-    for name in operations:
+    groups = ", ".join((*KEPT, *_ALWAYS))
+    faults = []
+    for name in dict.fromkeys(operations):
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.4)
-            groups = ", ".join((*KEPT, *_ALWAYS))
             hint = f"nearest: {near[0]}" if near else f"give {groups}, or an operator of torch as aten.mm"
-            return f"{name!r} is no operation of a layer; {hint}"
-    return None
+            faults.append(f"{name!r} is no operation of a layer; {hint}")
+    return "; ".join(faults) or None
 
 
 def kept_operators(operations: Collection[str]) -> frozenset[str]:

@@ -54,6 +54,9 @@ class MemorySettings:
         optimizer: "adamw", "sgd" or "muon".
         momentum: of SGD and Muon; 0: no state.
         attention, dropout_mask: see Microbatch.
+
+    Raises:
+        ValueError: every value that is none of its choices, or that does not fit another.
     """
 
     config: GPTConfig
@@ -76,6 +79,31 @@ class MemorySettings:
     momentum: float = 0.0
     attention: str = "flash"
     dropout_mask: str = "recomputed"
+
+    def __post_init__(self) -> None:
+        known = {
+            "zero": (0, 1, 2, 3),
+            "precision": tuple(BYTES),
+            "optimizer": ("adamw", "sgd", "muon"),
+            "attention": ("unfused", "flash"),
+            "dropout_mask": ("stored", "recomputed"),
+            "reduce": (None, "each", "last"),
+        }
+        faults = [
+            f"{name}={getattr(self, name)!r}: one of {', '.join(map(str, choices))}"
+            for name, choices in known.items()
+            if getattr(self, name) not in choices
+        ]
+        if min(self.data, self.tensor, self.micro_batch_size, self.microbatches, self.sequence_length) < 1:
+            faults.append("data, tensor, micro_batch_size, microbatches and sequence_length must be at least 1")
+        elif self.shard_size is not None and (self.shard_size < 1 or self.data % self.shard_size):
+            faults.append(f"shard_size={self.shard_size} must divide data={self.data}")
+        if self.config.vocab_size is None:
+            faults.append("config.vocab_size is not set")
+        if self.policies is not None and len(self.policies) != self.config.num_layers:
+            faults.append(f"{len(self.policies)} policies for {self.config.num_layers} layers")
+        if faults:
+            raise ValueError("; ".join(faults))
 
     @property
     def shards(self) -> int:

@@ -350,12 +350,9 @@ def test_one_plain_process_has_no_gradients_between_steps():
     assert memory.between_steps == memory.weights + memory.optimizer and memory.gradients == memory.weights
 
 
-def test_muon_keeps_one_number_for_hidden_matrices():
-    settings = MemorySettings(FAMILIES["llama"], 32, optimizer="muon")
-    count = rank_parameters(settings)
-    assert rank_memory(settings).optimizer == 4 * (count.matrices + 2 * count.others)
-    momentum = replace(settings, optimizer="sgd", momentum=0.9)
-    assert rank_memory(momentum).optimizer == 4 * count.total
+def test_momentum_of_sgd_is_one_number():
+    settings = MemorySettings(FAMILIES["llama"], 32, optimizer="sgd", momentum=0.9)
+    assert rank_memory(settings).optimizer == 4 * rank_parameters(settings).total
 
 
 def test_zero_lowers_the_peak_stage_by_stage():
@@ -386,3 +383,19 @@ def test_each_microbatch_at_the_first_stages_of_zero_keeps_both():
     assert rank_memory(replace(settings, reduce="each")).gradients == 8 * count
     assert rank_memory(replace(settings, zero=1, reduce="each")).gradients == 5 * count
     assert rank_memory(replace(settings, zero=3, data=1)) == rank_memory(replace(settings, zero=0, data=1))
+
+
+def test_settings_that_do_not_fit_are_all_told():
+    with pytest.raises(ValueError) as fault:
+        MemorySettings(
+            replace(LLAMA, vocab_size=None), 24, data=4, zero=4, shard_size=3, precision="fp8", policies=("full",)
+        )
+    for words in ("zero=4", "shard_size=3 must divide data=4", "fp8", "vocab_size", "1 policies for 2 layers"):
+        assert words in str(fault.value)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_muon_keeps_momentum_where_there_is_some(momentum):
+    settings = MemorySettings(LLAMA, 24, optimizer="muon", momentum=momentum)
+    count = rank_parameters(settings)
+    assert rank_memory(settings).optimizer == 4 * ((momentum > 0) * count.matrices + 2 * count.others)
