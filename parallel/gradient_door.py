@@ -7,9 +7,10 @@ what autograd accumulates, so that nobody who listens there has to know of it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,7 +21,30 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     door = getattr(parameter, "gradient_door", None)
     if door is not None:
         door(parameter, gradient)
-    elif parameter.grad is None:
+    else:
+        add_to_grad(parameter, gradient)
+
+
+def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive; once that is gone ``otherwise`` is called, or nothing.
+
+    For hooks: a parameter keeps them where Python's garbage collector does not look, so that one that leads back to the
+    parameter would keep both, and the process groups that the object holds, for ever.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        if found is not None:
+            return found(*arguments)
+        return None if otherwise is None else otherwise(*arguments)
+
+    return call
+
+
+def add_to_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """As autograd would."""
+    if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad.add_(gradient)

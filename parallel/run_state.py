@@ -66,8 +66,8 @@ def _view(
         raise JobError(
             f"optimizer state {key} of {item.name} has the shape {shape}, what this rank updates of the parameter "
             f"{piece.shape}: over grid.tensor={item.axis.size} and data_parallel.zero={engine.model.zero} only states "
-            "like the parameter, and single numbers, can be saved; use grid.tensor=1 and data_parallel.zero=0 with "
-            "this optimizer",
+            "like the parameter, and single numbers, can be saved; use grid.tensor=1 "
+            f"{'and data_parallel.zero=0 ' if engine.model.zero else ''}with this optimizer",
             agreed=True,
         )
     return ShardedTensorView(tensor, Sharding.whole(shape), rank, writer)

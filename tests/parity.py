@@ -174,6 +174,16 @@ def pairwise(options: Mapping[str, list[Any]], seed: int) -> list[dict[str, Any]
     return cases
 
 
+def pairwise_params(options: Mapping[str, list[Any]], seed: int, every: int) -> list[Any]:
+    """Those cases for pytest.mark.parametrize: one of ``every`` runs in make test, the others in make test-all."""
+    import pytest
+
+    return [
+        pytest.param(case, marks=pytest.mark.slow if number % every else (), id="-".join(map(str, case.values())))
+        for number, case in enumerate(pairwise(options, seed))
+    ]
+
+
 def worst_error(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest error over all tensors, by rule 1, and whose it is."""
     assert tensors.keys() == reference.keys(), tensors.keys() ^ reference.keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +17,7 @@ from gridtron.core.precision import wide_dtype
 from gridtron.core.sharding import Sharding
 from gridtron.core.torch_compat import fsdp_add_gradient, fsdp_can_defer, fsdp_parameters, fsdp_reduce
 from gridtron.parallel.data_parallel.wrapping import not_for_fsdp, roots_of, wrap
+from gridtron.parallel.gradient_door import weakly
 
 
 class FullyShard:
@@ -72,6 +72,7 @@ class FullyShard:
         self._known = {p.sharded_param: p for wrapped in self.wrapped for p in fsdp_parameters(wrapped)}
         for item in self._known:
             item.shards = shards
+        self._gathered: dict[nn.Parameter, Any] = {}
         self._arrived: set[nn.Parameter] = set()
         self._absent: set[nn.Parameter] = set()
         self._deferring = False
@@ -84,8 +85,9 @@ class FullyShard:
             for parameter in fsdp_parameters(wrapped):
                 if parameter.unsharded_param.requires_grad:
                     gathered = parameter.unsharded_param
-                    gathered.register_post_accumulate_grad_hook(partial(self._see, parameter.sharded_param))
-                    gathered.gradient_door = partial(self._accumulate, parameter)
+                    self._gathered[gathered] = parameter
+                    gathered.register_post_accumulate_grad_hook(weakly(self._see))
+                    gathered.gradient_door = weakly(self._accumulate)
             wrapped.reshard()
         for root in self.roots.values():
             if root in self.wrapped:
@@ -97,11 +99,12 @@ class FullyShard:
         if not torch.is_grad_enabled():
             root.reshard()
 
-    def _see(self, parameter: nn.Parameter, gathered: nn.Parameter) -> None:
+    def _see(self, gathered: nn.Parameter) -> None:
         if gathered.grad is not None:
-            self._arrived.add(parameter)
+            self._arrived.add(self._gathered[gathered].sharded_param)
 
-    def _accumulate(self, known: Any, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _accumulate(self, gathered: nn.Parameter, gradient: Tensor) -> None:
+        known = self._gathered[gathered]
         self._arrived.add(known.sharded_param)
         fsdp_add_gradient(known, gradient, self.wide)
 

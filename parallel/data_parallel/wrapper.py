@@ -18,6 +18,7 @@ from gridtron.parallel.data_parallel.buckets import Reduction, cut_axis
 from gridtron.parallel.data_parallel.config import check_arguments, reduces_each
 from gridtron.parallel.data_parallel.fsdp import FullyShard, cuts_of, local_part
 from gridtron.parallel.data_parallel.reducer import Reducer, by_unit, cut_alike
+from gridtron.parallel.gradient_door import add_to_grad, weakly
 from gridtron.parallel.parameters import NamedParameter, named_parameters, sum_among_copies, sum_among_pieces
 
 
@@ -123,12 +124,12 @@ class DataParallel(nn.Module):
 
     def _listen(self) -> None:
         for parameter in self._reducer.place:
-            parameter.register_hook(self._before_gradient)
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            parameter.gradient_door = self.accumulate_gradient  # type: ignore[attr-defined]
+            parameter.register_hook(weakly(self._before_gradient))
+            parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient))
+            parameter.gradient_door = weakly(self.accumulate_gradient, add_to_grad)  # type: ignore[attr-defined]
         if self._fully is None and self._cuts:
             # Not in forward alone: the module may be called by itself.
-            self.module.register_forward_pre_hook(self._before_module)
+            self.module.register_forward_pre_hook(weakly(self._before_module))
 
     # ---------------------------------------------------------------- what lies where
     @property
@@ -190,7 +191,7 @@ class DataParallel(nn.Module):
             # Gathered parameters have no hooks of ours that run before all of FSDP2's.
             for tensor in tree_leaves(outputs):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._before_gradient)
+                    tensor.register_hook(weakly(self._before_gradient))
         return outputs
 
     def _before_module(self, module: nn.Module, arguments: Any) -> None:

@@ -1,5 +1,8 @@
 """DataParallel by hand: sums, buckets, what has no gradient, misuse; and torch's own wrappers around our layers."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -264,3 +267,20 @@ def test_the_door_without_a_wrapper():
     accumulate_gradient(parameter, torch.ones(2))
     accumulate_gradient(parameter, torch.ones(2))
     assert torch.equal(parameter.grad, torch.full((2,), 2.0))
+
+
+def test_a_wrapper_that_nobody_holds_is_let_go():
+    """Its hooks on parameters do not keep it, nor the process groups that it holds; autograd goes on without it."""
+    module = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    model = DataParallel(module)
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).backward()
+    model.finish_step()
+    assert model.gradient(module.weight).dtype == torch.float32
+    held = weakref.ref(model)
+    module.weight.grad = None
+    del model
+    gc.collect()
+    assert held() is None
+    module(torch.ones(1, 2, dtype=torch.bfloat16)).backward()
+    accumulate_gradient(module.weight, torch.ones(1, 2))
+    assert torch.equal(module.weight.grad, torch.full((1, 2), 2.0, dtype=torch.bfloat16))

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from parity import FAMILIES, Case, assert_parity, pairwise, run_case
+from parity import FAMILIES, Case, assert_parity, pairwise_params, run_case
 from ranks import run_ranks
 from torch import equal
 
@@ -46,14 +46,11 @@ def pairwise_cases(seed=20261130):
         "frozen": [(), ("final_norm", "embedding", "blocks.0.")],
         "sequence_parallel": [False, True],
     }
-    for number, case in enumerate(pairwise(options, seed)):
-        # A third of them, of every kind, in make test; the rest in make test-all.
-        name = "-".join(str(value) for value in case.values())
-        yield pytest.param(case, marks=() if number % 3 == 0 else pytest.mark.slow, id=name)
+    return pairwise_params(options, seed, every=4)
 
 
 @pytest.mark.case(7, 28)
-@pytest.mark.parametrize("case", list(pairwise_cases()))
+@pytest.mark.parametrize("case", pairwise_cases())
 def test_pairwise(case):
     case = dict(case)
     data, tensor, pipeline = case.pop("sizes")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from parity import FAMILIES, Case, assert_parity, pairwise, run_case
+from parity import FAMILIES, Case, assert_parity, pairwise_params, run_case
 from ranks import run_ranks
 from torch import equal
 
@@ -31,7 +31,7 @@ def check(family, layers, bound=1e-10, shape=None, **options):
 
 
 @pytest.mark.case(2, 17, 27)
-@pytest.mark.parametrize("pipeline", [2, 3, 4])
+@pytest.mark.parametrize("pipeline", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule, pipeline):
     """Tied embeddings, a layer count that does not divide, uneven tokens, a bound on the norm that bites."""
@@ -54,13 +54,10 @@ def pairwise_cases(seed=20261203):
         "bucket_bytes": [64, 1 << 20],
         "extra_layers": [0, 1, 2],
     }
-    for number, case in enumerate(pairwise(options, seed)):
-        # Half of them, of every kind, in make test; the rest in make test-all.
-        name = "-".join(str(value) for value in case.values())
-        yield pytest.param(case, marks=pytest.mark.slow if number % 2 else (), id=name)
+    return pairwise_params(options, seed, every=2)
 
 
-@pytest.mark.parametrize("case", list(pairwise_cases()))
+@pytest.mark.parametrize("case", pairwise_cases())
 def test_pairwise(case):
     case = dict(case)
     pipeline, tensor, data = case.pop("sizes")
