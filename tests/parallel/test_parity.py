@@ -68,7 +68,7 @@ def pairwise_cases(seed=20261130):
         "bucket_bytes": [64, 1 << 20],
         "masks": ["uneven", "all"],
     }
-    return pairwise_params(options, seed, every=2)
+    return pairwise_params(options, seed, every=3)
 
 
 @pytest.mark.parametrize("case", pairwise_cases())

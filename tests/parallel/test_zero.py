@@ -46,7 +46,7 @@ def pairwise_cases(seed=20261130):
         "frozen": [(), ("final_norm", "embedding", "blocks.0.")],
         "sequence_parallel": [False, True],
     }
-    return pairwise_params(options, seed, every=4)
+    return pairwise_params(options, seed, every=8)
 
 
 @pytest.mark.case(7, 28)
@@ -60,7 +60,7 @@ def test_pairwise(case):
 
 
 TENSOR, PIPELINE = {"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}
-IN_MAKE_TEST = {(1, "adamw", None), (3, "muon", None), (3, "adamw", "zb_v"), (2, "muon", "zb_v")}
+IN_MAKE_TEST = {(3, "muon", None), (3, "adamw", "zb_v"), (2, "muon", "zb_v")}
 
 
 def twenty_steps():
@@ -78,6 +78,7 @@ def test_twenty_steps(zero, optimizer, grid, schedule):
     check(family, 4, 1e-8, grid=grid, schedule=schedule, zero=zero, micro_batch_size=2, steps=20, optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [{"tensor": 2}, {"pipeline": 2}, {"data": 4}], ids=str)
 def test_twenty_steps_of_muon_without_zero(grid):
     schedule = "1f1b" if "pipeline" in grid else None
@@ -85,7 +86,9 @@ def test_twenty_steps_of_muon_without_zero(grid):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"reduce": "each", "micro_batch_size": 1}, {"schedule": "zb_h1"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"reduce": "each"}, pytest.param({"schedule": "zb_h1"}, marks=pytest.mark.slow)], ids=str
+)
 def test_hybrid_sharding(zero, options):
     grid = {"data": 4, "pipeline": 2} if "schedule" in options else {"data": 4}
     options = {"micro_batch_size": 2, **options}
@@ -123,11 +126,11 @@ def test_a_stage_with_nothing_trainable(zero):
     )
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 def test_nothing_trainable_at_all(zero):
     check("llama", 1, grid={"data": 2}, zero=zero, micro_batch_size=2, frozen=("",))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [2, 3])
 def test_no_token_that_counts(zero):
     check("gpt2", 2, grid={"data": 2}, zero=zero, micro_batch_size=2, masks="none")

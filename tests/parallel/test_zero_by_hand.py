@@ -163,7 +163,9 @@ def check(kind, how, zero, world_size, steps=4, **options):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["model", "optimizer", "to zero", "seldom"])
+@pytest.mark.parametrize(
+    "how", ["model", "to zero", *(pytest.param(how, marks=pytest.mark.slow) for how in ("optimizer", "seldom"))]
+)
 def test_a_users_module(zero, how):
     """Whatever is done with gradients between steps, a step holds what autograd's would."""
     check("own", how, zero, 2, bucket_bytes=300)
