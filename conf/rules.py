@@ -13,7 +13,7 @@ from gridtron.conf.recompute_rules import recompute_violations
 from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
 from gridtron.core.data.config import DataConfig
-from gridtron.core.layout import AXIS_NAMES, resolve_sizes
+from gridtron.core.layout import AXIS_NAMES, nearest_divisor, resolve_sizes
 from gridtron.core.precision import loss_scale_fault
 from gridtron.models.config import GPTConfig
 
@@ -229,10 +229,9 @@ def shard_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         return
     ranks = sizes["data"] * sizes["context"]
     if ranks % size:
-        fitting = [number for number in range(1, ranks + 1) if ranks % number == 0]
         yield Violation(
             f"data_parallel.shard_size={size}: does not divide the {ranks} data ranks; "
-            f"nearest: data_parallel.shard_size={min(fitting, key=lambda number: abs(number - size))}",
+            f"nearest: data_parallel.shard_size={nearest_divisor(ranks, size)}",
             keys,
         )
 

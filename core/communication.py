@@ -179,15 +179,9 @@ def host_axis(axis: Axis) -> Axis:
 def split_axis(axis: Axis, size: int) -> tuple[Axis, Axis]:
     """(inner, outer): groups of ``size`` neighbours on the axis, and the ranks of equal place in all those groups.
 
-    Every rank of the axis must call it at the same point.
-
-    Raises:
-        ValueError: a size that does not divide the axis.
+    Every rank of the axis must call it at the same point; ``size`` divides the axis.
     """
-    if size < 1 or axis.size % size:
-        fitting = [number for number in range(1, axis.size + 1) if axis.size % number == 0]
-        nearest = min(fitting, key=lambda number: abs(number - size))
-        raise ValueError(f"groups of {size} on {axis.name}={axis.size}: the size divides the axis; nearest: {nearest}")
+    assert size >= 1 and axis.size % size == 0, (size, axis.size)
     group, place = divmod(axis.rank, size)
     neighbours = axis.ranks[group * size : (group + 1) * size]
     peers = axis.ranks[place::size]

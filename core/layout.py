@@ -64,6 +64,11 @@ class GridSizes:
         return tuple(self.rank_at(point) for point in spread)
 
 
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of ``number`` that is nearest to ``wanted``."""
+    return min((size for size in range(1, number + 1) if number % size == 0), key=lambda size: abs(size - wanted))
+
+
 def resolve_sizes(world_size: int, order: Sequence[str] | None = None, **requested: int) -> GridSizes:
     """Sizes of all axes for ``world_size`` ranks: one may be -1 (what is left); data is, unless another is.
 

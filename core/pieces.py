@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from gridtron.core.communication import all_gather_uneven
@@ -90,6 +91,11 @@ class Piece:
     def counted(self) -> list[Range] | None:
         """Ranges of this rank's part, flattened, that count here in a norm, so that the sum over ``axis`` and
         ``shards`` has each number once; None: all of it."""
+        return self._counted
+
+    @cached_property
+    def _counted(self) -> list[Range] | None:
+        # Asked at every step, and a search over all ranks' rows.
         sharding, rank = self.sharding, self.axis.rank
         if sharding.dim is None:
             return None if rank == 0 else []

@@ -6,47 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from parity import Case, global_batch, split
+from parity import Case, microbatches_of
 from torch import Tensor, nn
 
-from gridtron.core import Grid
 from gridtron.core.checkpoint.tensors import ShardedTensorView
-from gridtron.core.data.batch import Batch
 from gridtron.core.pieces import gather_whole
-from gridtron.core.precision import LossScaler
 from gridtron.core.training.protocols import StepOutcome
-from gridtron.models import GPT
-from gridtron.parallel.data_parallel.config import DataParallelConfig
 from gridtron.parallel.engine import TrainingEngine
-from gridtron.parallel.pipeline import build_schedule
-
-
-def build_engine(
-    case: Case, grid: Grid, dtype: torch.dtype = torch.float64, scaler: LossScaler | None = None, seed: int = 7
-) -> TrainingEngine:
-    """The engine that trains ``case`` on this rank."""
-    stages: dict[str, Any] = {}
-    schedule = None
-    if case.schedule is not None:
-        schedule = build_schedule(case.schedule, grid.pipeline.size, count_of(case, grid), case.chunks)
-        stages = {"num_stages": schedule.num_stages, "placement": schedule.placement}
-    model = GPT(case.config, grid, **stages, layers_per_stage=case.layers_per_stage, seed=seed, dtype=dtype)
-    if case.frozen:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(case.frozen))
-    options = DataParallelConfig(case.zero, case.bucket_bytes, case.shard_size, case.reduce)
-    return TrainingEngine(model, grid, case.optimizer, options, schedule=schedule, loss_scaler=scaler)
-
-
-def count_of(case: Case, grid: Grid) -> int:
-    """Microbatches of a step on each data rank."""
-    return max(1, case.global_batch_size // grid.data.size // case.micro_batch_size)
-
-
-def microbatches_of(case: Case, grid: Grid, step: int) -> list[Batch]:
-    """This data rank's part of a step."""
-    own = split(global_batch(case, step), grid.data.size)[grid.data.rank]
-    return split(own, count_of(case, grid))
 
 
 def train(engine: TrainingEngine, case: Case, steps: Sequence[int]) -> tuple[list[float], list[StepOutcome]]:

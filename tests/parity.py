@@ -6,17 +6,20 @@ The error of a tensor is max|a-b| / max(max|b|, 1e-3 s), s the largest absolute 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
 from gridtron.core import Grid
 from gridtron.core.data.batch import Batch
 from gridtron.core.optim.config import OptimizerConfig
+from gridtron.core.precision import LossScaler
 from gridtron.models import GPT, GPTConfig
 from gridtron.parallel import full_state_dict
 from gridtron.parallel.data_parallel.config import DataParallelConfig
@@ -112,36 +115,59 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     return [Batch(*pieces) for pieces in zip(*columns, strict=True)]
 
 
+def count_of(case: Case, grid: Grid) -> int:
+    """Microbatches of a step on each data rank."""
+    return max(1, case.global_batch_size // grid.data.size // case.micro_batch_size)
+
+
+def microbatches_of(case: Case, grid: Grid, step: int) -> list[Batch]:
+    """This data rank's part of a step."""
+    own = split(global_batch(case, step), grid.data.size)[grid.data.rank]
+    return split(own, count_of(case, grid))
+
+
+def build_engine(
+    case: Case,
+    grid: Grid,
+    dtype: torch.dtype = torch.float64,
+    scaler: LossScaler | None = None,
+    seed: int = 7,
+    grad_norms: str | None = None,
+) -> TrainingEngine:
+    """The engine that trains ``case`` on this rank, in any number format."""
+    stages: dict[str, Any] = {}
+    schedule = None
+    if case.schedule is not None:
+        schedule = build_schedule(case.schedule, grid.pipeline.size, count_of(case, grid), case.chunks)
+        stages = {"num_stages": schedule.num_stages, "placement": schedule.placement}
+    model = GPT(
+        case.config,
+        grid,
+        **stages,
+        layers_per_stage=case.layers_per_stage,
+        seed=seed,
+        sequence_parallel=case.sequence_parallel,
+        recompute=RecomputeConfig(case.recompute),
+        dtype=dtype,
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(case.frozen) if case.frozen else True)
+    options = DataParallelConfig(case.zero, case.bucket_bytes, case.shard_size, case.reduce)
+    return TrainingEngine(
+        model, grid, case.optimizer, options, schedule=schedule, loss_scaler=scaler, grad_norms=grad_norms
+    )
+
+
 def run_case(case: Case) -> dict[str, Any]:
     """Losses, norms, gradients of the first step, parameters after the last, on this rank of the case's grid."""
     with Grid.create(**case.grid) as grid:
-        microbatches = max(1, case.global_batch_size // grid.data.size // case.micro_batch_size)
-        stages: dict[str, Any] = {}
-        schedule = None
-        if case.schedule is not None:
-            schedule = build_schedule(case.schedule, grid.pipeline.size, microbatches, case.chunks)
-            stages = {"num_stages": schedule.num_stages, "placement": schedule.placement}
-        model = GPT(
-            case.config,
-            grid,
-            **stages,
-            layers_per_stage=case.layers_per_stage,
-            seed=7,
-            sequence_parallel=case.sequence_parallel,
-            recompute=RecomputeConfig(case.recompute),
-            dtype=torch.float64,
-        )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(case.frozen) if case.frozen else True)
-        options = DataParallelConfig(case.zero, case.bucket_bytes, case.shard_size, case.reduce)
-        norms = "layer" if case.steps <= 2 else None
-        engine = TrainingEngine(model, grid, case.optimizer, options, schedule=schedule, grad_norms=norms)
+        engine = build_engine(case, grid, grad_norms="layer" if case.steps <= 2 else None)
+        model = engine.model
         result: dict[str, Any] = {"initial": full_state_dict(model, grid), "losses": [], "norms": [], "layer_norms": []}
         for step in range(case.steps):
-            own = split(global_batch(case, step), grid.data.size)[grid.data.rank]
-            outcome = engine.forward_backward(split(own, microbatches))
+            outcome = engine.forward_backward(microbatches_of(case, grid, step))
             if step == 0:
-                result["gradients"] = full_state_dict(engine.model, grid, of="gradients")
+                result["gradients"] = full_state_dict(model, grid, of="gradients")
             norm = engine.step(case.optimizer.lr)
             result["losses"].append(outcome.loss)
             result["norms"].append(norm.grad_norm)
@@ -153,8 +179,27 @@ def run_case(case: Case) -> dict[str, Any]:
             for item in engine.parameters
             if item.sharding.dim is None or item.copies is not None
         }
+        own = split(global_batch(case, case.steps - 1), grid.data.size)[grid.data.rank]
         result["evaluation"] = engine.evaluate(split(own, 2)).loss
         return result
+
+
+_REFERENCES: dict[str, dict[str, Any]] = {}
+
+
+def hold(config: GPTConfig, bound: float = 1e-10, **options: Any) -> None:
+    """Runs a case on all ranks of its grid: each of them has what one plain process has, and replicas are equal."""
+    case = Case(config=config, **options)
+    plain = case.plain()
+    if repr(plain) not in _REFERENCES:
+        _REFERENCES[repr(plain)] = run_case(plain)
+    reference = _REFERENCES[repr(plain)]
+    results = run_ranks(run_case, math.prod(case.grid.values()), case)
+    held = {key: tensor for result in results for key, tensor in result["replicas"].items()}
+    for result in results:
+        assert_parity(result, reference, bound)
+        assert abs(result["evaluation"] - reference["evaluation"]) < bound
+        assert all(torch.equal(tensor, held[key]) for key, tensor in result["replicas"].items())
 
 
 def pairwise(options: Mapping[str, list[Any]], seed: int) -> list[dict[str, Any]]:

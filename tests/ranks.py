@@ -9,7 +9,6 @@ poisons its group.
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib.util
 import multiprocessing
 import os
@@ -62,8 +61,6 @@ def _work(connection: Connection, search_path: list[str]) -> None:
             result = _load(path, name)(*arguments)
             dist.barrier()
             dist.destroy_process_group()
-            # Engines refer to themselves through the hooks of their parameters, and to the threads of their groups.
-            gc.collect()
             connection.send((True, result))
         except BaseException:
             connection.send((False, f"rank {rank} of {world_size}:\n{traceback.format_exc()}"))

@@ -34,7 +34,6 @@ class Average(nn.Module):
         logits = self.head(x)
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
 
-
 def build(config, grid):
     return Average(config.vocab_size, 16)
 

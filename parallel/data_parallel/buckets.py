@@ -16,6 +16,7 @@ from gridtron.core.communication import (
     start_all_reduce,
 )
 from gridtron.core.grid import Axis
+from gridtron.core.layout import nearest_divisor
 from gridtron.core.pieces import Range
 from gridtron.core.precision import wide_dtype
 from gridtron.core.shares import start_gather_of_shares, start_sum_of_shares
@@ -56,11 +57,9 @@ def cut_axis(axis: Axis, zero: int, shard_size: int | None) -> tuple[Axis, Axis]
     if shard_size is None or shard_size == axis.size:
         return axis, Axis("data")
     if shard_size < 1 or axis.size % shard_size:
-        fitting = [size for size in range(1, axis.size + 1) if axis.size % size == 0]
-        nearest = min(fitting, key=lambda size: abs(size - shard_size))
         raise ValueError(
             f"shard_size={shard_size} must divide the {axis.size} ranks of the {axis.name} axis; "
-            f"nearest: shard_size={nearest}"
+            f"nearest: shard_size={nearest_divisor(axis.size, shard_size)}"
         )
     return split_axis(axis, shard_size)
 
@@ -95,6 +94,9 @@ class Bucket:
         share, rank = self.length // count, reduction.shards.rank
         self.own: Range = (rank * share, (rank + 1) * share)
         self.tail = 0 if reduction.cut else len(self.parameters)
+        # Of each parameter, where in ``kept`` its gradient, or this rank's range of it, lies.
+        low, high = self.own
+        self._places = [(min(max(a, low), high) - low, min(max(b, low), high) - low) for a, b in self.slots]
         self.weights = self._flatten_weights() if reduction.cut else None
         self.whole: Tensor | None = None
         self.kept: Tensor | None = None
@@ -129,11 +131,9 @@ class Bucket:
     def gradient(self, index: int) -> Tensor:
         """The kept gradient of a parameter: whole, or this rank's range of it."""
         assert self.kept is not None
-        start, stop = self.slots[index]
-        if not self.reduction.cut:
-            return self.kept[start:stop].view(self.parameters[index].shape)
-        low, high = self.cuts(index)[self.reduction.shards.rank]
-        return self.kept[start + low - self.own[0] : start + high - self.own[0]]
+        start, stop = self._places[index]
+        part = self.kept[start:stop]
+        return part if self.reduction.cut else part.view(self.parameters[index].shape)
 
     # ---------------------------------------------------------------- gradients
     def add(self, index: int, gradient: Tensor) -> None:

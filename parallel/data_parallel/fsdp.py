@@ -74,7 +74,6 @@ class FullyShard:
             item.shards = shards
         self._gathered: dict[nn.Parameter, Any] = {}
         self._arrived: set[nn.Parameter] = set()
-        self._absent: set[nn.Parameter] = set()
         self._deferring = False
         self._listen()
 
@@ -153,17 +152,16 @@ class FullyShard:
         """After the last microbatch: which parameters have no gradient on any rank."""
         self.reshard()
         trained = [parameter for parameter in self._known if parameter.requires_grad]
-        self._absent = set()
         if not trained:
             return
         flags = torch.tensor([parameter in self._arrived for parameter in trained], dtype=torch.int32)
         flags = flags.to(trained[0].device)
         for axis in self.everywhere:
             all_reduce(flags, axis, "max")
-        self._absent = {parameter for parameter, here in zip(trained, flags.tolist(), strict=True) if not here}
         self._arrived = set()
-        for parameter in self._absent:
-            parameter.grad = None
+        for parameter, here in zip(trained, flags.tolist(), strict=True):
+            if not here:
+                parameter.grad = None
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """This rank's range of a gradient, one-dimensional; None where there is none on any rank."""

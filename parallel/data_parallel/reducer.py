@@ -134,10 +134,10 @@ class Reducer:
         for unit in self.units.values():
             unit.flush()
 
-    def any_rank(self, more: bool) -> bool:
-        """Whether any rank has more microbatches; all ranks call it after each reduction but those that know."""
+    def any_rank(self, more: bool) -> Tensor:
+        """Whether any rank has more microbatches, as a tensor: who has more itself need not wait to read it."""
         told = torch.tensor([more], dtype=torch.int32, device=self.buckets[0].device if self.buckets else None)
-        return bool(all_reduce(told, self.everywhere, "max"))
+        return all_reduce(told, self.everywhere, "max")
 
     def under_way(self) -> bool:
         """Whether anything travels, or came to travel."""

@@ -116,6 +116,7 @@ class DataParallel(nn.Module):
         self._parts = {item.parameter: self._part_of(item.parameter) for item in trained}
         # Whose gradients this wrapper sums; of others .grad is autograd's own.
         self._guarded = [p for p in self._parts if p in self._reducer or self._is_gathered(p)]
+        self._summed_pieces = [(item.parameter, self.piece(item)) for item in self._summed]
         self._rounds = self.each and not agreed and self._fully is None
         self._reducing = True
         self._finished = self._had_gradients = self._zeroed = self._stale = self._gathered = False
@@ -335,12 +336,12 @@ class DataParallel(nn.Module):
         if self._finished:
             self._clear()
         self._reducer.flush_all()
-        while self._rounds and self._reducer.any_rank(False):
+        while self._rounds and bool(self._reducer.any_rank(False)):
             self._reducer.flush_all()
         self._reducer.finish()
         if self._fully is not None:
             self._fully.finish()
-        held = [(self.gradient(item.parameter), self.piece(item)) for item in self._summed]
+        held = [(self.gradient(parameter), piece) for parameter, piece in self._summed_pieces]
         sum_among_pieces([(gradient, piece) for gradient, piece in held if gradient is not None])
         sum_among_copies([(self._present(item.parameter), copies) for item, copies in self._copied])
         for parameter, kept in self._kept.items():

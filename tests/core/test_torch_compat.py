@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import build_engine
-from parity import Case
+from parity import Case, build_engine
 from ranks import run_ranks
 from torch import nn
 

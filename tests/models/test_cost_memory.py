@@ -383,19 +383,3 @@ def test_each_microbatch_at_the_first_stages_of_zero_keeps_both():
     assert rank_memory(replace(settings, reduce="each")).gradients == 8 * count
     assert rank_memory(replace(settings, zero=1, reduce="each")).gradients == 5 * count
     assert rank_memory(replace(settings, zero=3, data=1)) == rank_memory(replace(settings, zero=0, data=1))
-
-
-def test_settings_that_do_not_fit_are_all_told():
-    with pytest.raises(ValueError) as fault:
-        MemorySettings(
-            replace(LLAMA, vocab_size=None), 24, data=4, zero=4, shard_size=3, precision="fp8", policies=("full",)
-        )
-    for words in ("zero=4", "shard_size=3 must divide data=4", "fp8", "vocab_size", "1 policies for 2 layers"):
-        assert words in str(fault.value)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_muon_keeps_momentum_where_there_is_some(momentum):
-    settings = MemorySettings(LLAMA, 24, optimizer="muon", momentum=momentum)
-    count = rank_parameters(settings)
-    assert rank_memory(settings).optimizer == 4 * ((momentum > 0) * count.matrices + 2 * count.others)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import assert_same, build_engine, microbatches_of, modules_of, together, train, whole_state
-from parity import FAMILIES, Case
+from engines import assert_same, modules_of, together, train, whole_state
+from parity import FAMILIES, Case, build_engine, microbatches_of
 from ranks import run_ranks
 
 from gridtron.core import Grid

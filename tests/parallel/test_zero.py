@@ -4,31 +4,16 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from parity import FAMILIES, Case, assert_parity, pairwise_params, run_case
-from ranks import run_ranks
-from torch import equal
+from parity import FAMILIES, hold, pairwise_params
 
 from gridtron.core.optim.config import OptimizerConfig
 
-REFERENCES = {}
 ADAMW = OptimizerConfig("adamw", lr=1e-3, grad_clip=1.0, weight_decay=0.1)
 MUON = OptimizerConfig("muon", lr=1e-3, grad_clip=1.0, weight_decay=0.1, momentum=0.9)
 
 
 def check(family, layers, bound=1e-10, **options):
-    case = Case(config=replace(FAMILIES[family], num_layers=layers), **options)
-    key = repr(case.plain())
-    if key not in REFERENCES:
-        REFERENCES[key] = run_case(case.plain())
-    world_size = 1
-    for size in case.grid.values():
-        world_size *= size
-    results = run_ranks(run_case, world_size, case)
-    held = {key: tensor for result in results for key, tensor in result["replicas"].items()}
-    for result in results:
-        assert_parity(result, REFERENCES[key], bound)
-        assert abs(result["evaluation"] - REFERENCES[key]["evaluation"]) < bound
-        assert all(equal(tensor, held[name]) for name, tensor in result["replicas"].items())
+    hold(replace(FAMILIES[family], num_layers=layers), bound, **options)
 
 
 def pairwise_cases(seed=20261130):

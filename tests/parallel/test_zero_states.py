@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import build_engine, microbatches_of, train
-from parity import FAMILIES, Case, run_case
+from engines import train
+from parity import FAMILIES, Case, build_engine, microbatches_of, run_case
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor

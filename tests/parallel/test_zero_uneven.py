@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import build_engine
-from parity import FAMILIES, Case, global_batch, split, worst_error
+from parity import FAMILIES, Case, build_engine, global_batch, split, worst_error
 from ranks import run_ranks
 
 from gridtron.core import Grid

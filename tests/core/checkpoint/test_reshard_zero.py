@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import assert_same, build_engine, together, train, whole_state
-from parity import FAMILIES, Case, pairwise, worst_error
+from engines import assert_same, together, train, whole_state
+from parity import FAMILIES, Case, build_engine, pairwise, worst_error
 from ranks import run_ranks
 
 from gridtron.core import Grid

@@ -3,31 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from parity import FAMILIES, Case, assert_parity, pairwise_params, run_case
-from ranks import run_ranks
-from torch import equal
+from parity import FAMILIES, hold, pairwise_params
 
 from gridtron.core.optim.config import OptimizerConfig
 from gridtron.parallel.pipeline.build import FAMILIES as SCHEDULES
 
-REFERENCES = {}
-
 
 def check(family, layers, bound=1e-10, shape=None, **options):
-    grid = options["grid"]
-    config = replace(FAMILIES[family], num_layers=layers, **(shape or {}))
-    case = Case(config=config, **options)
-    plain = case.plain()
-    key = repr(plain)
-    if key not in REFERENCES:
-        REFERENCES[key] = run_case(plain)
-    world_size = grid.get("pipeline", 1) * grid.get("tensor", 1) * grid.get("data", 1)
-    results = run_ranks(run_case, world_size, case)
-    held = {key: tensor for result in results for key, tensor in result["replicas"].items()}
-    for result in results:
-        assert_parity(result, REFERENCES[key], bound)
-        assert abs(result["evaluation"] - REFERENCES[key]["evaluation"]) < bound
-        assert all(equal(tensor, held[key]) for key, tensor in result["replicas"].items())
+    hold(replace(FAMILIES[family], num_layers=layers, **(shape or {})), bound, **options)
 
 
 @pytest.mark.case(2, 17, 27)
