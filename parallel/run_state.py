@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gridtron.core.checkpoint.tensors import ShardedTensorView
 from gridtron.core.errors import JobError
+from gridtron.core.grid import Axis
 from gridtron.core.pieces import Piece
 from gridtron.core.sharding import Sharding
 from gridtron.parallel.data_parallel.fsdp import is_cut, local_part
@@ -34,10 +35,9 @@ def run_state(engine: TrainingEngine) -> dict[str, ShardedTensorView]:
         for key, tensor in tensors.items():
             views[f"optimizer/{item.name}/{key}"] = _view(engine, item, tensor, piece, key)
     if engine.scaler is not None:
-        first = all(axis.rank == 0 for axis in (engine.data_axis, engine.grid.tensor, engine.grid.pipeline))
         for key, tensor in engine.scaler.states().items():
             whole = Sharding.whole(tuple(tensor.shape))
-            views[f"precision/{key}"] = ShardedTensorView(tensor, whole, 0, first)
+            views[f"precision/{key}"] = ShardedTensorView(tensor, whole, 0, engine.grid.rank)
     return views
 
 
@@ -54,13 +54,13 @@ def _view(
 ) -> ShardedTensorView:
     """A state as large as what this rank keeps of the parameter lies like it; a counter is whole on every rank."""
     rank = item.axis.rank
-    writer = engine.data_axis.rank == 0 and item.stands_for_all
     shape = tuple(tensor.shape)
     if piece.cuts is not None and shape == piece.shape and (key is not None or is_cut(item.parameter)):
-        writer = engine.model.replicas.rank == 0 and item.stands_for_all
-        return ShardedTensorView(tensor, item.sharding, rank, writer, piece)
+        return ShardedTensorView(
+            tensor, item.sharding, rank, _replica(engine.model.replicas, item, item.sharding), piece
+        )
     if shape == piece.local_shape:
-        return ShardedTensorView(tensor, item.sharding, rank, writer)
+        return ShardedTensorView(tensor, item.sharding, rank, _replica(engine.data_axis, item, item.sharding))
     split = piece.cuts is not None or (item.axis.size > 1 and item.sharding.dim is not None)
     if key is not None and split and tensor.numel() > 1:
         raise JobError(
@@ -70,7 +70,18 @@ def _view(
             f"{'and data_parallel.zero=0 ' if engine.model.zero else ''}with this optimizer",
             agreed=True,
         )
-    return ShardedTensorView(tensor, Sharding.whole(shape), rank, writer)
+    whole = Sharding.whole(shape)
+    return ShardedTensorView(tensor, whole, rank, _replica(engine.data_axis, item, whole))
+
+
+def _replica(replicas: Axis, item: NamedParameter, sharding: Sharding) -> int:
+    """Which of the ranks with the same rows this one is: over ``replicas``, over stages that share the parameter, and
+    over the tensor axis where each rank of it holds the whole."""
+    number = replicas.rank
+    for axis in (item.copies, item.axis if sharding.dim is None else None):
+        if axis is not None:
+            number = number * axis.size + axis.rank
+    return number
 
 
 def take_run_state(engine: TrainingEngine, state: Mapping[str, ShardedTensorView]) -> None:

@@ -110,10 +110,9 @@ class ToyEngine:
         )
 
     def state_dict(self) -> Mapping[str, ShardedTensorView]:
-        writer = self.grid.data.rank == 0
         fault("save", self.grid.rank, self.steps)
         return {
-            name: ShardedTensorView(tensor, self.sharding, self.grid.tensor.rank, writer)
+            name: ShardedTensorView(tensor, self.sharding, self.grid.tensor.rank, self.grid.data.rank)
             for name, tensor in (("parameters/w", self.weight), ("optimizer/w/momentum", self.momentum))
         }
 

@@ -20,15 +20,10 @@ from typing import Any
 
 from gridtron.conf.refusal import Refusal
 from gridtron.conf.schema import Plan, plan_to_dict
-from gridtron.core.checkpoint.layout import (
-    CheckpointError,
-    find_checkpoint,
-    latest_checkpoint,
-    step_of,
-    step_path,
-    write_whole,
-)
+from gridtron.core.checkpoint.find import find_checkpoint, newest_checkpoint
+from gridtron.core.checkpoint.layout import CheckpointError, step_of, step_path
 from gridtron.core.errors import JobError
+from gridtron.core.files import write_whole
 from gridtron.core.training.metrics import cut_rows
 
 CONFIG, METRICS, ENVIRONMENT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "environment.json", "checkpoints"
@@ -230,7 +225,7 @@ def _nothing_left(plan: Plan, checkpoint: Path, directory: Path) -> str | None:
 
 def _checkpoint(resume: str, directory: Path) -> Path | None:
     """Where to go on: the newest of the run itself, but where ``resume`` names another of its own."""
-    newest = latest_checkpoint(directory / CHECKPOINTS)
+    newest = newest_checkpoint(directory / CHECKPOINTS).path
     if resume in ("auto", "never"):
         return newest
     named = find_checkpoint(Path(resume).expanduser().absolute())

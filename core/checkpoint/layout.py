@@ -2,10 +2,10 @@
 
 checkpoints/
     step-00000010/           complete: it got this name after all its bytes were on disk
-        manifest.json        names, shapes, where each piece lies; the run's counters
+        manifest.json        names, shapes, checksums, where each piece lies; the run's counters
         rank-00000.safetensors
     .step-00000020.tmp/      incomplete: being written, or left by a job that was killed; never read
-    latest                   the name of the newest, moved last
+    latest                   the name of the newest, moved last; for people and other programs
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from gridtron.core.errors import JobError
+from gridtron.core.files import Files, write_whole
 
 MANIFEST = "manifest.json"
 POINTER = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.step-\d{8,}\.(tmp|old)")
 
 
 class CheckpointError(JobError):
@@ -54,90 +55,33 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint that ``latest`` names; the newest complete one without that file; None if there is none.
-
-    Raises:
-        CheckpointError: ``latest`` holds something else than the name of a checkpoint.
-    """
-    complete = complete_checkpoints(root)
-    pointer = root / POINTER
-    if not os.path.lexists(pointer):
-        return complete[-1] if complete else None
-    with open_regular(pointer) as file:
-        name = file.read(64).decode("ascii", "replace").strip()
-    if not _STEP.fullmatch(name):
-        raise CheckpointError(
-            f"{pointer} should hold the name of a checkpoint, as step-00000010, and holds {name[:40]!r}; "
-            f"write {complete[-1].name if complete else 'one'} into it, or delete it"
-        )
-    named = root / name
-    return named if named in complete else (complete[-1] if complete else None)
+def unfinished_checkpoints(root: Path) -> list[Path]:
+    """What interrupted saves left under ``root``."""
+    return sorted(path for path in root.iterdir() if _LEFT.fullmatch(path.name)) if root.is_dir() else []
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint meant by ``path``: itself, or the newest of a run's folder or of its ``checkpoints`` folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (path / MANIFEST).is_file():
-        return path
-    for root in (path, path / "checkpoints"):
-        if found := latest_checkpoint(root):
-            return found
-    raise CheckpointError(
-        f"{path} holds no complete checkpoint; give the folder of one (step-00000010), of its run, or resume=auto"
-    )
+def remove_unfinished(root: Path, files: Files) -> None:
+    """Deletes what interrupted saves left under ``root``, but for a checkpoint that one was about to replace."""
+    for path in unfinished_checkpoints(root):
+        replaced = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
+        if path.suffix == ".old" and (path / MANIFEST).is_file() and not replaced.exists():
+            files.rename(path, replaced)
+        else:
+            files.remove(path)
 
 
-def remove_unfinished(root: Path) -> None:
-    """Deletes what interrupted saves left under ``root``."""
-    if root.is_dir():
-        for path in root.iterdir():
-            if re.fullmatch(r"\.step-\d{8,}\.(tmp|old)", path.name):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def move_into_place(unfinished: Path, path: Path) -> None:
+def move_into_place(unfinished: Path, path: Path, files: Files) -> None:
     """Gives a written checkpoint its name, replacing one of the same name, and then moves ``latest``."""
     root = path.parent
-    sync_folder(unfinished)
+    files.sync_folder(unfinished)
     aside = path.with_name(f".{path.name}.old")
     if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    unfinished.rename(path)
-    sync_folder(root)
-    write_whole(root / POINTER, f"{path.name}\n".encode())
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that exists under its name only with all its bytes on disk."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        # What fails in a write does not say which file it was.
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names inside a folder durable, where the file system can."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        files.remove(aside)
+        files.rename(path, aside)
+    files.rename(unfinished, path)
+    files.sync_folder(root)
+    write_whole(root / POINTER, f"{path.name}\n".encode(), files)
+    files.remove(aside)
 
 
 @contextlib.contextmanager

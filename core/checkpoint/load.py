@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,19 @@ from gridtron.core.checkpoint.tensors import ShardedTensorView
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint gave beside the tensors.
+
+    Args:
+        extra: the values that were saved with it.
+        left_out: names that it lacks, and names that nobody asked for, where that is allowed.
+    """
+
+    extra: dict[str, Any]
+    left_out: tuple[str, ...] = ()
 
 
 def load(path: Path, state: Mapping[str, ShardedTensorView], grid: Grid) -> dict[str, Any]:
@@ -30,6 +44,22 @@ def load(path: Path, state: Mapping[str, ShardedTensorView], grid: Grid) -> dict
         CheckpointError: a damaged or foreign file; names that are missing or left over, and shapes that differ, all
             listed.
     """
+    return load_part(path, state, grid).extra
+
+
+def load_part(
+    path: Path,
+    state: Mapping[str, ShardedTensorView],
+    grid: Grid,
+    prefix: str = "",
+    strict: bool = True,
+) -> Loaded:
+    """:func:`load` of the tensors whose names begin with ``prefix``.
+
+    Args:
+        prefix: other tensors of the checkpoint are not asked for.
+        strict: False: names that only the checkpoint or only the run has are left out, and listed.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -37,13 +67,15 @@ def load(path: Path, state: Mapping[str, ShardedTensorView], grid: Grid) -> dict
     from gridtron.core.checkpoint.storage import Reader
 
     manifest = Manifest.read(path)
+    wanted = [name for name in manifest.tensors if name.startswith(prefix)]
+    planner = LoadPlanner(manifest, str(path), wanted, strict)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(
                 entries(state, writing=False),
                 storage_reader=Reader(path, manifest),
-                planner=LoadPlanner(manifest, str(path)),
+                planner=planner,
                 no_dist=grid.mesh is None,
             )
     except CheckpointException as failure:
@@ -51,4 +83,4 @@ def load(path: Path, state: Mapping[str, ShardedTensorView], grid: Grid) -> dict
         if isinstance(error, CheckpointError):
             raise CheckpointError(str(error), agreed=True) from None
         raise RuntimeError(f"loading {path} failed\n{failure}") from None
-    return dict(manifest.extra)
+    return Loaded(dict(manifest.extra), planner.left_out)

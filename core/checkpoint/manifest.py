@@ -10,9 +10,10 @@ import itertools
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "gridtron-checkpoint"
-VERSION = 1
+VERSION = 2
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 DATA_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 ALIGNMENT = 64
 """Bytes: where the data begins in a data file. Pieces follow without gaps, wider elements first, so each is aligned."""
+BLOCK = 1 << 24
+"""Bytes of a piece under one checksum: a rank that reads a part of a piece checks the blocks it touches, no more."""
 _LARGEST_MANIFEST = 1 << 30
 _MOST_SPLIT_DIMS = 8
 
@@ -44,6 +48,11 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 """safetensors' code -> torch's name and bytes an element."""
 
 
+def data_file(number: int) -> str:
+    """The name of a data file: of a rank, or counted from 0 where one process wrote several."""
+    return f"rank-{number:05d}.safetensors"
+
+
 def dtype_code(dtype: torch.dtype) -> str:
     """safetensors' code of a dtype.
 
@@ -57,6 +66,10 @@ def dtype_code(dtype: torch.dtype) -> str:
     raise CheckpointError(f"a checkpoint cannot hold {name}; it holds {', '.join(name for name, _ in DTYPES.values())}")
 
 
+Place = tuple[str, int]
+"""Name of a data file, and the first byte in it."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A box of one tensor and where its bytes lie.
@@ -65,18 +78,24 @@ class Piece:
         offsets, sizes: of the box, along each dimension of the whole tensor.
         file: name of the data file.
         start: first byte in that file.
-        crc32: of the bytes.
+        checksums: XXH3 (64 bits, hexadecimal) of each :data:`BLOCK` of its bytes, the last one shorter.
+        copies: where the same bytes lie again, written by ranks that hold the same rows.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     start: int
-    crc32: int
+    checksums: tuple[str, ...]
+    copies: tuple[Place, ...] = ()
 
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return ((self.file, self.start), *self.copies)
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,10 @@ class TensorEntry:
 
     def bytes_of(self, piece: Piece) -> int:
         return piece.numel * DTYPES[self.dtype][1]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
@@ -109,7 +132,7 @@ class Manifest:
                 name: {
                     "dtype": entry.dtype,
                     "shape": entry.shape,
-                    "pieces": [piece.__dict__ for piece in entry.pieces],
+                    "pieces": [_described(piece) for piece in entry.pieces],
                 }
                 for name, entry in self.tensors.items()
             },
@@ -139,33 +162,51 @@ class Manifest:
 
     def header(self, file: str) -> bytes:
         """The first bytes of a data file: safetensors' header over the pieces in it."""
-        pieces = [
-            (piece.start, entry.bytes_of(piece), name, entry.dtype, piece)
-            for name, entry in self.tensors.items()
-            for piece in entry.pieces
-            if piece.file == file
-        ]
-        ordered = sorted(pieces, key=lambda item: item[:3])
-        return header_bytes([(name, dtype, piece.offsets, piece.sizes) for _, _, name, dtype, piece in ordered])
+        return header_bytes([labelled for _, _, labelled in sorted(self._by_file.get(file, ()))])
+
+    @cached_property
+    def _by_file(self) -> Mapping[str, Sequence[tuple[int, int, Labelled]]]:
+        placed: dict[str, list[tuple[int, int, Labelled]]] = defaultdict(list)
+        for name, entry in self.tensors.items():
+            for piece in entry.pieces:
+                labelled = (label_of(name, piece.offsets), entry.dtype, piece.sizes)
+                for file, start in piece.places:
+                    placed[file].append((start, entry.bytes_of(piece), labelled))
+        return placed
 
 
-Box = tuple[str, str, tuple[int, ...], tuple[int, ...]]
-"""A tensor's name, safetensors' code of its dtype, a piece's offsets and sizes."""
+Labelled = tuple[str, str, tuple[int, ...]]
+"""A tensor's name in a safetensors file, safetensors' code of its dtype, its shape there."""
 
 
-def header_bytes(boxes: Sequence[Box]) -> bytes:
-    """safetensors' header over boxes that follow one another: 8 bytes of length, then JSON, padded with blanks to
+def label_of(name: str, offsets: Sequence[int]) -> str:
+    """The name of a piece in a data file."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def header_bytes(tensors: Sequence[Labelled], metadata: Mapping[str, str] | None = None) -> bytes:
+    """safetensors' header over tensors that follow one another: 8 bytes of length, then JSON, padded with blanks to
     ALIGNMENT. Its places count from its own end."""
-    described: dict[str, Any] = {}
+    described: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     position = 0
-    for name, dtype, offsets, sizes in boxes:
-        stop = position + math.prod(sizes) * DTYPES[dtype][1]
-        label = f"{name}@{','.join(map(str, offsets))}"
-        described[label] = {"dtype": dtype, "shape": sizes, "data_offsets": [position, stop]}
+    for label, code, sizes in tensors:
+        stop = position + math.prod(sizes) * DTYPES[code][1]
+        described[label] = {"dtype": code, "shape": sizes, "data_offsets": [position, stop]}
         position = stop
     text = json.dumps(described, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % ALIGNMENT
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
+
+
+def _described(piece: Piece) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "offsets": piece.offsets,
+        "sizes": piece.sizes,
+        "file": piece.file,
+        "start": piece.start,
+        "xxh3": piece.checksums,
+    }
+    return described | {"copies": piece.copies} if piece.copies else described
 
 
 def _parse(content: Any) -> Manifest:
@@ -195,18 +236,25 @@ def _parse_tensor(name: str, content: Any, files: Mapping[str, int]) -> TensorEn
             tuple(_natural(value, f"size of {name}") for value in item["sizes"]),
             str(item["file"]),
             _natural(item["start"], f"start of {name}"),
-            _natural(item["crc32"], f"crc32 of {name}"),
+            tuple(_checksum(value, name) for value in item["xxh3"]),
+            tuple((str(file), _natural(start, f"start of {name}")) for file, start in item.get("copies", ())),
         )
         pieces.append(piece)
     entry = TensorEntry(content["dtype"], shape, tuple(pieces))
     for piece in pieces:
-        if piece.file not in files:
-            raise ValueError(f"{name} lies in {piece.file!r}, which is none of the data files")
-        stop = piece.start + entry.bytes_of(piece)
-        if stop > files[piece.file]:
-            raise ValueError(f"{name} ends at byte {stop} of {piece.file}, which has {files[piece.file]}")
+        _check_places(name, piece, entry.bytes_of(piece), files)
     _check_cover(name, entry)
     return entry
+
+
+def _check_places(name: str, piece: Piece, length: int, files: Mapping[str, int]) -> None:
+    for file, start in piece.places:
+        if file not in files:
+            raise ValueError(f"{name} lies in {file!r}, which is none of the data files")
+        if start + length > files[file]:
+            raise ValueError(f"{name} ends at byte {start + length} of {file}, which has {files[file]}")
+    if len(piece.checksums) != -(-length // BLOCK):
+        raise ValueError(f"{name} has {len(piece.checksums)} checksums for {length} bytes")
 
 
 def _check_cover(name: str, entry: TensorEntry) -> None:
@@ -223,7 +271,7 @@ def _check_cover(name: str, entry: TensorEntry) -> None:
         raise ValueError(f"{name}: pieces cover {covered} of {numel} elements")
     if len(pieces) > 1 and any(piece.numel == 0 for piece in pieces):
         raise ValueError(f"{name} has an empty piece")
-    whole = Piece((0,) * len(shape), shape, "", 0, 0)
+    whole = Piece((0,) * len(shape), shape, "", 0, ())
     split = [
         dim
         for dim in range(len(shape))
@@ -246,4 +294,10 @@ def _check_cover(name: str, entry: TensorEntry) -> None:
 def _natural(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{what} is {value!r:.40} and should be a number from 0")
+    return value
+
+
+def _checksum(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not _CHECKSUM.fullmatch(value):
+        raise ValueError(f"checksum of {name} is {value!r:.40} and should be 16 hexadecimal digits")
     return value

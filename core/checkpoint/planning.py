@@ -7,7 +7,8 @@ DCP asks each value of a state for its pieces by three hooks; a :class:`ShardEnt
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -41,6 +42,24 @@ if TYPE_CHECKING:
 
 _LISTED = 6
 """Names shown in a message before the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a named tensor and the memory that holds it."""
+
+    name: str
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def order(self) -> tuple[int, bool, str, tuple[int, ...]]:
+        """In a data file: wider elements first, so that each part begins at a multiple of its element."""
+        return -self.tensor.element_size(), 0 not in self.sizes, self.name, self.offsets
 
 
 class ShardEntry:
@@ -81,20 +100,25 @@ class ShardEntry:
 
 def _pieces(view: ShardedTensorView, writing: bool) -> list[tuple[tuple[int, ...], Tensor]]:
     """Offsets in the whole tensor and the local memory of each piece."""
+    return _boxes(view, owned=True) if writing and view.replica == 0 else [] if writing else _boxes(view, owned=False)
+
+
+def copied_parts(state: Mapping[str, ShardedTensorView], copies: int) -> list[Part]:
+    """What this rank writes once more, where each row is to be written ``copies`` times by ranks that hold it."""
+    views = {name: view for name, view in state.items() if 0 < view.replica < copies}
+    return [Part(name, *box) for name, view in views.items() for box in _boxes(view, owned=True)]
+
+
+def _boxes(view: ShardedTensorView, owned: bool) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Every box that the view holds; ``owned``: without rows that a lower rank of the axis holds too."""
     sharding, rank, local = view.sharding, view.axis_rank, view.local.detach()
     if view.piece is not None:
-        if writing and not view.writer:
-            return []
-        counted = view.piece.counted() if writing else None
-        boxes = view.piece.boxes(counted)
+        boxes = view.piece.boxes(view.piece.counted() if owned and sharding.dim is not None else None)
         return [(offsets, local[start:stop].view(sizes)) for (offsets, sizes), (start, stop) in boxes]
     assert tuple(local.shape) == sharding.local_shape(rank), (tuple(local.shape), sharding, rank)
-    if writing and not view.writer:
-        return []
     if sharding.dim is None:
-        # Replicas along the axis are written by its first rank.
-        return [] if writing and rank != 0 else [((0,) * local.dim(), local)]
-    wanted = sharding.owned(rank) if writing else sharding.ranges(rank)
+        return [((0,) * local.dim(), local)]
+    wanted = sharding.owned(rank) if owned else sharding.ranges(rank)
     found = []
     for (start, _), (low, high) in sharding.local_slices(rank, wanted):
         offsets = tuple(start if dim == sharding.dim else 0 for dim in range(local.dim()))
@@ -113,12 +137,22 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner over :class:`ShardEntry` values; names, shapes and dtypes are compared over all ranks first."""
+    """DCP's planner over :class:`ShardEntry` values; names, shapes and dtypes are compared over all ranks first.
 
-    def __init__(self, manifest: Manifest, where: str) -> None:
+    Args:
+        manifest: of the checkpoint.
+        where: it lies, for messages.
+        wanted: the names in the checkpoint that the run must ask for.
+        strict: names that only one side has are an error; else they are listed in ``left_out``.
+    """
+
+    def __init__(self, manifest: Manifest, where: str, wanted: Collection[str], strict: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.manifest = manifest
         self.where = where
+        self.wanted = set(wanted)
+        self.strict = strict
+        self.left_out: tuple[str, ...] = ()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -145,22 +179,20 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         asked = {name for plan in global_plan for name in plan.planner_data[0]}
-        saved = set(self.manifest.tensors)
-        faults = [
-            f"{title}: {_listing(sorted(names))}"
-            for title, names in (
-                ("not in the checkpoint", asked - saved),
-                ("in the checkpoint and not in this run", saved - asked),
-                ("different", {fault for plan in global_plan for fault in plan.planner_data[1]}),
-            )
-            if names
-        ]
-        if faults:
+        missing = _listing("not in the checkpoint", asked - set(self.manifest.tensors))
+        unexpected = _listing("in the checkpoint and not in this run", self.wanted - asked)
+        different = _listing("different", {fault for plan in global_plan for fault in plan.planner_data[1]})
+        if different or (self.strict and (missing or unexpected)):
             raise CheckpointError(
-                f"the checkpoint {self.where} is not of this model and optimizer:\n  " + "\n  ".join(faults),
+                f"the checkpoint {self.where} is not of this model and optimizer:\n  "
+                + "\n  ".join(missing + unexpected + different),
                 agreed=True,
             )
-        return global_plan
+        return [replace(plan, planner_data=missing + unexpected) for plan in global_plan]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self.left_out = tuple(new_plan.planner_data)
+        return new_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
@@ -196,6 +228,9 @@ def _difference(name: str, saved: TensorStorageMetadata, entry: ShardEntry) -> s
     return None
 
 
-def _listing(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+def _listing(title: str, names: set[str]) -> list[str]:
+    if not names:
+        return []
+    ordered = sorted(names)
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return [f"{title}: {', '.join(ordered[:_LISTED])}{more}"]

@@ -8,14 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gridtron.core.checkpoint.layout import CheckpointError, latest_checkpoint
+from gridtron.core.checkpoint.layout import CheckpointError, complete_checkpoints
 from gridtron.core.checkpoint.tensors import ShardedTensorView
+from gridtron.core.files import Files
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from gridtron.core.grid import Grid
 
 
-def save(path: Path, state: Mapping[str, ShardedTensorView], extra: Mapping[str, Any], grid: Grid) -> None:
+def save(
+    path: Path,
+    state: Mapping[str, ShardedTensorView],
+    extra: Mapping[str, Any],
+    grid: Grid,
+    copies: int = 1,
+    files: Files | None = None,
+    group: ProcessGroup | None = None,
+) -> None:
     """Writes ``state`` and ``extra`` as the checkpoint ``path``; every rank of ``grid`` calls it.
 
     Args:
@@ -23,6 +34,10 @@ def save(path: Path, state: Mapping[str, ShardedTensorView], extra: Mapping[str,
         state: this rank's part of every tensor it holds, under grid-independent names.
         extra: JSON values, the same on every rank.
         grid: of the run; a grid without torch.distributed saves alone.
+        copies: how many of the ranks that hold the same rows write them, where there are so many: what is damaged in
+            one file can be put back from another.
+        files: the disk; default the real one.
+        group: over all ranks of the grid, on which they agree; default torch.distributed's own.
 
     Raises:
         CheckpointError: on every rank alike, where one of them could not write; nothing half-written is left, and the
@@ -31,16 +46,20 @@ def save(path: Path, state: Mapping[str, ShardedTensorView], extra: Mapping[str,
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from gridtron.core.checkpoint.planning import SavePlanner, entries
+    from gridtron.core.checkpoint.planning import SavePlanner, copied_parts, entries
     from gridtron.core.checkpoint.storage import Writer
 
-    writer = Writer(path, grid.rank, dict(extra))
+    writer = Writer(path, grid.rank, dict(extra), copied_parts(state, copies), files or Files())
     try:
         with warnings.catch_warnings():
             # DCP warns wherever there is one process.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
-                entries(state, writing=True), storage_writer=writer, planner=SavePlanner(), no_dist=grid.mesh is None
+                entries(state, writing=True),
+                storage_writer=writer,
+                planner=SavePlanner(),
+                process_group=group,
+                no_dist=grid.mesh is None,
             )
     except CheckpointException as failure:
         if grid.rank == 0:
@@ -54,11 +73,11 @@ def _explained(failure: Any, path: Path) -> Exception:
     if isinstance(error, CheckpointError):
         return CheckpointError(str(error), agreed=True)
     if isinstance(error, OSError):
-        kept = latest_checkpoint(path.parent)
+        kept = complete_checkpoints(path.parent)
         reason = os.strerror(error.errno) if error.errno else str(error)
         return CheckpointError(
             f"rank {rank} could not write the checkpoint {path.name}: {reason} ({error.filename or path.parent}).\n"
-            + (f"The checkpoint before, {kept.name}, is intact. " if kept else "There is no checkpoint before it. ")
+            + (f"The checkpoint before, {kept[-1].name}, is intact. " if kept else "There is no checkpoint before it. ")
             + "Make room or choose another run.directory, and start the same command again to go on.",
             agreed=True,
         )

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
-import zlib
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from gridtron.core.checkpoint.layout import (
-    MANIFEST,
-    CheckpointError,
-    move_into_place,
-    open_regular,
-    remove_unfinished,
-    unfinished_path,
-    write_whole,
-)
-from gridtron.core.checkpoint.manifest import DTYPES, Manifest, Piece, TensorEntry, dtype_code, header_bytes
-from gridtron.core.checkpoint.planning import metadata_of
+from gridtron.core.checkpoint.layout import MANIFEST, move_into_place, remove_unfinished, unfinished_path
+from gridtron.core.checkpoint.manifest import Manifest, Piece, TensorEntry, data_file, dtype_code, label_of
+from gridtron.core.checkpoint.planning import Part, metadata_of
+from gridtron.core.checkpoint.stored import Stored
+from gridtron.core.checkpoint.stream import Item, write_items
+from gridtron.core.files import Files, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,13 +33,17 @@ class Writer(StorageWriter):
         path: the checkpoint's folder when it is complete.
         rank: global rank, in the name of the data file.
         extra: JSON values of the run.
+        copies: parts that another rank writes too, and this one once more.
+        files: the disk.
     """
 
-    def __init__(self, path: Path, rank: int, extra: dict[str, Any]):
+    def __init__(self, path: Path, rank: int, extra: dict[str, Any], copies: Sequence[Part], files: Files):
         self.path = path
         self.folder = unfinished_path(path)
-        self.file = f"rank-{rank:05d}.safetensors"
+        self.file = data_file(rank)
         self.extra = extra
+        self.copies = copies
+        self.files = files
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -53,8 +51,8 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            remove_unfinished(self.path.parent)
-            self.folder.mkdir()
+            remove_unfinished(self.path.parent, self.files)
+            self.files.make_folder(self.folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -63,44 +61,49 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written: list[WriteResult] = []
-        if plan.items:
-            items = sorted(plan.items, key=_file_order)
-            header = header_bytes([_box(item) for item in items])
-            with open_for_writing(self.folder / self.file) as file:
-                file.write(header)
-                position = len(header)
-                for item in items:
-                    content = tensor_bytes(planner.resolve_data(item))  # type: ignore[arg-type]
-                    file.write(content)
-                    place = (self.file, position, zlib.crc32(content))
-                    written.append(WriteResult(item.index, content.nbytes, place))
-                    position += content.nbytes
-                file.flush()
-                os.fsync(file.fileno())
-        return _done(written)
+        parts = [(_part(item, planner), False) for item in plan.items] + [(part, True) for part in self.copies]
+        parts.sort(key=lambda found: found[0].order)
+        results: list[WriteResult] = []
+        if parts:
+            items = [
+                Item(label_of(part.name, part.offsets), dtype_code(part.tensor.dtype), part.sizes, _memory(part))
+                for part, _ in parts
+            ]
+            written = write_items(self.folder / self.file, items, self.files)
+            for (part, copied), place in zip(parts, written, strict=True):
+                index = MetadataIndex(part.name, torch.Size(part.offsets))
+                told = (self.file, place.start, place.checksums, copied)
+                results.append(WriteResult(index, place.nbytes, told))
+        return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {written.index: written for of_rank in results for written in of_rank}
+        places: dict[MetadataIndex, WriteResult] = {}
+        copies: dict[MetadataIndex, list[tuple[str, int]]] = defaultdict(list)
         sizes: dict[str, int] = defaultdict(int)
-        for written in places.values():
-            file, start, _ = written.storage_data
+        for written in (written for of_rank in results for written in of_rank):
+            file, start, _, copied = written.storage_data
             sizes[file] = max(sizes[file], start + written.size_in_bytes)
+            if copied:
+                copies[written.index].append((file, start))
+            else:
+                places[written.index] = written
         tensors = {}
         for name, saved in sorted(metadata.state_dict_metadata.items()):
             pieces = []
             for chunk in saved.chunks:  # type: ignore[union-attr]
-                place = places[MetadataIndex(name, chunk.offsets)].storage_data
-                pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+                index = MetadataIndex(name, chunk.offsets)
+                file, start, checksums, _ = places[index].storage_data
+                box = (tuple(chunk.offsets), tuple(chunk.sizes))
+                pieces.append(Piece(*box, file, start, checksums, tuple(copies[index])))
             code = dtype_code(saved.properties.dtype)  # type: ignore[union-attr]
             tensors[name] = TensorEntry(code, tuple(saved.size), tuple(pieces))  # type: ignore[union-attr]
         manifest = Manifest(tensors, dict(sizes), self.extra)
-        write_whole(self.folder / MANIFEST, manifest.to_json())
-        move_into_place(self.folder, self.path)
+        write_whole(self.folder / MANIFEST, manifest.to_json(), self.files)
+        move_into_place(self.folder, self.path, self.files)
 
     def discard(self) -> None:
         """Removes what was written, after a failure."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.files.remove(self.folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -116,7 +119,7 @@ class Reader(StorageReader):
     """
 
     def __init__(self, path: Path, manifest: Manifest):
-        self.path = path
+        self.stored = Stored(path, manifest)
         self.manifest = manifest
         self.pieces = {
             (name, piece.offsets): (entry, piece) for name, entry in manifest.tensors.items() for piece in entry.pieces
@@ -141,48 +144,23 @@ class Reader(StorageReader):
         by_file: dict[str, list[Any]] = defaultdict(list)
         for item in plan.items:
             assert item.storage_index.offset is not None
-            entry, piece = self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset)]
-            by_file[piece.file].append((item, entry, piece))
+            _, piece = self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            by_file[piece.file].append((item, piece))
         for name, items in by_file.items():
-            with open_regular(self.path / name) as file:
-                self._check_file(name, file)
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
-                    for item, entry, piece in items:
-                        self._copy(content, item, entry, piece, planner)
+            with self.stored.open(name) as content:
+                for item, piece in items:
+                    self._copy(content, item, piece, planner)
         return _done(None)
 
-    def _check_file(self, name: str, file: BinaryIO) -> None:
-        size, expected = os.fstat(file.fileno()).st_size, self.manifest.files[name]
-        if size != expected:
-            raise CheckpointError(
-                f"{self.path / name} has {size} bytes and should have {expected}; use another checkpoint"
-            )
-        header = self.manifest.header(name)
-        if file.read(len(header)) != header:
-            raise CheckpointError(
-                f"{self.path / name} does not begin as {MANIFEST} says: it is damaged or another file, and nothing of "
-                "it was used; use another checkpoint"
-            )
-
-    def _copy(self, content: mmap.mmap, item: Any, entry: TensorEntry, piece: Piece, planner: LoadPlanner) -> None:
-        length = entry.bytes_of(piece)
-        if length == 0:
+    def _copy(self, content: mmap.mmap, item: ReadItem, piece: Piece, planner: LoadPlanner) -> None:
+        if piece.numel == 0:
             return
-        whole = tuple(item.lengths) == piece.sizes
-        if whole:
-            with memoryview(content) as view, view[piece.start : piece.start + length] as part:
-                if zlib.crc32(part) != piece.crc32:
-                    raise CheckpointError(
-                        f"{self.path / piece.file}: the bytes of {item.storage_index.fqn} are not those that were "
-                        "written (checksum differs); use another checkpoint"
-                    )
-        dtype = getattr(torch, DTYPES[entry.dtype][0])
-        saved = torch.frombuffer(content, dtype=dtype, count=piece.numel, offset=piece.start).view(piece.sizes)
+        first, stop = _span(item.storage_offsets, item.lengths, piece.sizes)
+        saved = self.stored.box(content, item.storage_index.fqn, piece, first, stop)
         for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             saved = saved.narrow(dim, start, size)
         target = planner.resolve_tensor(item)
-        with torch.no_grad():
-            target.copy_(saved)
+        target.copy_(saved)
         planner.commit_tensor(item, target)
 
     @classmethod
@@ -190,26 +168,21 @@ class Reader(StorageReader):
         return False
 
 
-def open_for_writing(path: Path) -> BinaryIO:
-    """A new file; one that exists is an error, since two writers would spoil each other's."""
-    return open(path, "xb")
+def _span(offsets: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+    """First and last (exclusive) element, in row-major order, of a box inside a box of ``sizes``."""
+    first = last = 0
+    for offset, length, size in zip(offsets, lengths, sizes, strict=True):
+        first, last = first * size + offset, last * size + offset + length - 1
+    return first, last + 1
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements in row-major order, as bytes; copied only from a device or from strided memory."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+def _part(item: WriteItem, planner: SavePlanner) -> Part:
+    assert item.index.offset is not None
+    return Part(item.index.fqn, tuple(item.index.offset), planner.resolve_data(item))  # type: ignore[arg-type]
 
 
-def _box(item: WriteItem) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    return item.index.fqn, dtype_code(item.tensor_data.properties.dtype), tuple(chunk.offsets), tuple(chunk.sizes)
-
-
-def _file_order(item: WriteItem) -> tuple[int, bool, str, tuple[int, ...]]:
-    name, code, offsets, sizes = _box(item)
-    return -DTYPES[code][1], 0 not in sizes, name, offsets
+def _memory(part: Part) -> Callable[[], Tensor]:
+    return lambda: part.tensor
 
 
 def _done(value: Any) -> Future[Any]:

@@ -20,12 +20,13 @@ class ShardedTensorView:
         local: this rank's rows; read when saving, filled in place when loading.
         sharding: global shape and the rows of every rank along the tensor axis.
         axis_rank: this rank's place along the axis of ``sharding``.
-        writer: False on replicas (data ranks above 0), whose rows another rank writes.
+        replica: which of the ranks that hold the same rows (of a tensor that is whole on every rank of the axis: of
+            all that hold it) this one is; 0 writes them, the next ones where copies are asked for.
         piece: where ``local`` is a flat range of the rows, one-dimensional, which.
     """
 
     local: Tensor
     sharding: Sharding
     axis_rank: int = 0
-    writer: bool = True
+    replica: int = 0
     piece: Piece | None = None

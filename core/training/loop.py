@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gridtron.core.checkpoint.layout import CheckpointError, latest_checkpoint, step_path
+from gridtron.core.checkpoint.layout import CheckpointError, step_path
 from gridtron.core.checkpoint.load import load
 from gridtron.core.checkpoint.save import save
 from gridtron.core.training.callbacks import Callbacks
@@ -195,9 +195,3 @@ class TrainingLoop:
         if self.grid.rank == 0:
             for logger in self.loggers:
                 logger.log(row)
-
-
-def checkpointed_step(directory: Path) -> int:
-    """Steps done at the newest checkpoint of a run's folder; 0 without one."""
-    found = latest_checkpoint(directory / "checkpoints")
-    return 0 if found is None else int(found.name.removeprefix("step-"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gridtron.core.checkpoint.layout import write_whole
+from gridtron.core.files import write_whole
 
 if TYPE_CHECKING:
     import torch

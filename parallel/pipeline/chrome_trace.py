@@ -33,7 +33,7 @@ def write_chrome_trace(rows: Iterable[tuple[int, Iterable[Spent]]], path: str | 
         path: of the file; replaced as a whole.
         microseconds: how many one unit of time is.
     """
-    from gridtron.core.checkpoint.layout import write_whole
+    from gridtron.core.files import write_whole
 
     events: list[dict[str, Any]] = []
     for rank, spans in rows:

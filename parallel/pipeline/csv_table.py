@@ -16,7 +16,7 @@ _COMMUNICATION = re.compile(r"\d*(SEND|RECV|UNSHARD|RESHARD|REDUCE_GRAD)\w*", re
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
     """Writes the table; :func:`read_csv` gives it back. The file is replaced as a whole."""
-    from gridtron.core.checkpoint.layout import write_whole
+    from gridtron.core.files import write_whole
 
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([[str(action) for action in row] for row in schedule.actions])

@@ -11,7 +11,8 @@ from parity import FAMILIES
 from ranks import run_ranks
 
 from gridtron.core import Grid
-from gridtron.core.checkpoint.layout import find_checkpoint, step_path
+from gridtron.core.checkpoint.find import find_checkpoint
+from gridtron.core.checkpoint.layout import step_path
 from gridtron.core.checkpoint.load import load
 from gridtron.core.checkpoint.manifest import Manifest
 from gridtron.core.checkpoint.save import save

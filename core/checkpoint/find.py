@@ -1,0 +1,67 @@
+"""Which checkpoint a run goes on from: the newest that is complete and undamaged, and why newer ones are not it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gridtron.core.checkpoint.layout import (
+    MANIFEST,
+    CheckpointError,
+    complete_checkpoints,
+    unfinished_checkpoints,
+)
+from gridtron.core.checkpoint.stored import Stored
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in a folder of checkpoints.
+
+    Args:
+        path: the newest that can be used; None where there is none.
+        skipped: newer than it, with the reason, newest first.
+        damaged: some were complete once and cannot be used.
+    """
+
+    path: Path | None
+    skipped: tuple[str, ...] = ()
+    damaged: bool = False
+
+
+def newest_checkpoint(root: Path) -> Found:
+    """Looks through the checkpoints under ``root``: manifest, sizes and headers of files, not their data."""
+    skipped = [
+        f"{path.name}: the job that was writing it ended before it was complete"
+        for path in unfinished_checkpoints(root)
+        if path.suffix == ".tmp"
+    ]
+    complete = complete_checkpoints(root)
+    for path in reversed(complete):
+        try:
+            Stored(path).check_files()
+        except CheckpointError as error:
+            skipped.append(f"{path.name}: {error}")
+            continue
+        return Found(path, tuple(skipped), path != complete[-1])
+    return Found(None, tuple(skipped), bool(complete))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint meant by ``path``: itself, or the newest of a run's folder or of its ``checkpoints`` folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    skipped: tuple[str, ...] = ()
+    for root in (path, path / "checkpoints"):
+        found = newest_checkpoint(root)
+        if found.path is not None:
+            return found.path
+        skipped += found.skipped
+    reasons = "".join(f"\n  {reason}" for reason in skipped)
+    raise CheckpointError(
+        f"{path} holds no complete checkpoint; give the folder of one (step-00000010), or of its run{reasons}"
+    )
