@@ -147,7 +147,7 @@ def _resolve(plan: Plan, around: Surroundings) -> Mapping[str, int]:
 def model_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     if _is_gpt(plan):
         for message in plan.model.violations():
-            text = re.sub(r"(?<![\w.])(?=(?:num_|hidden_size|head_dim|rope_)\w*)", "model.", message)
+            text = re.sub(r"(?<![\w.])(?=(?:num_|hidden_size|head_dim|rope_|rotary_fraction)\w*)", "model.", message)
             yield Violation(text, {f"model.{word}" for word in re.findall(r"model\.(\w+)", text)})
         if plan.model.vocab_size is None and not isinstance(plan.data, DataConfig):
             yield Violation(

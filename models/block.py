@@ -1,4 +1,5 @@
-"""One decoder layer: two residual branches, normed before (Radford et al. 2019; Touvron et al. 2023)."""
+"""One decoder layer: two residual branches, normed before (Radford et al. 2019; Touvron et al. 2023), one after the
+other or side by side (Black et al. 2022, arXiv:2204.06745, section 2.1)."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from gridtron.parallel import Dropout, SampleContext
 
 
 class Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, on this rank's share of the sequence."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, on this rank's share of the sequence; with
+    parallel_residual ``x + attention(norm(x)) + mlp(other_norm(x))``."""
 
     def __init__(self, config: GPTConfig, name: str, seed: int, recompute_core: bool, linear: dict[str, Any]):
         super().__init__()
+        self.parallel = config.parallel_residual
         axis, sequence_parallel = linear["axis"], linear["sequence_parallel"]
         norm = (config, axis, sequence_parallel, linear["device"], linear["dtype"])
         self.attention_norm = build_norm(*norm)
@@ -37,5 +40,6 @@ class Block(nn.Module):
         tables: tuple[Tensor, Tensor] | None,
         context: SampleContext | None = None,
     ) -> Float[Tensor, "share batch hidden"]:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), tables, context), context)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), context)
+        attended = x + self.attention_dropout(self.attention(self.attention_norm(x), tables, context), context)
+        read = x if self.parallel else attended
+        return attended + self.mlp_dropout(self.mlp(self.mlp_norm(read)), context)

@@ -27,9 +27,11 @@ class GPTConfig:
     rope_scaling: dict[str, Any] | None = option(
         None, "rotary: {type: linear|llama3|yarn|dynamic, factor: ...} as in Hugging Face's configs; null: none"
     )
+    rotary_fraction: float = option(1.0, "rotary: part of each head that turns, from its beginning", above=0, maximum=1)
     activation: str = option("swiglu", "of the MLP", choices=("swiglu", "gelu", "gelu_tanh", "relu"))
     bias: bool = option(False, "biases in linears and norms of attention and MLP")
     qkv_bias: bool | None = option(None, "bias of the query, key and value projections; null: as bias")
+    parallel_residual: bool = option(False, "attention and MLP both read the layer's input, each normed on its own")
     tie_embeddings: bool = option(False, "the head is the embedding")
     dropout: float = option(0.0, "on the embedding and on each residual branch", minimum=0, below=1)
     attention_dropout: float = option(0.0, "on the attention weights", minimum=0, below=1)
@@ -43,6 +45,11 @@ class GPTConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Of each head, how many entries turn: the first ones."""
+        return int(self.head_size * self.rotary_fraction)
 
     @property
     def ffn_size(self) -> int:
@@ -68,12 +75,26 @@ class GPTConfig:
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}: set head_dim, "
                 f"or hidden_size={lower} or {lower + heads}"
             )
-        if self.position == "rotary" and self.head_size % 2:
-            found.append(
-                f"head_dim={self.head_size} is odd and rotary positions turn pairs; nearest: {self.head_size + 1}"
-            )
+        found.extend(_rotary_violations(self))
         found.extend(_scaling_violations(self))
         return found
+
+
+def _rotary_violations(config: GPTConfig) -> list[str]:
+    head, turning = config.head_size, config.rotary_size
+    if config.position != "rotary":
+        if config.rotary_fraction == 1:
+            return []
+        return [f"rotary_fraction={config.rotary_fraction} has no effect with position={config.position}; leave it out"]
+    if turning == head and head % 2:
+        return [f"head_dim={head} is odd and rotary positions turn pairs; nearest: {head + 1}"]
+    if turning % 2 or not turning:
+        nearest = max(turning // 2 * 2, 2)
+        return [
+            f"rotary_fraction={config.rotary_fraction} of head_dim={head} is {turning} entries, and rotary positions "
+            f"turn pairs; nearest: rotary_fraction={nearest / head:.12g}"
+        ]
+    return []
 
 
 _SCALING_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -124,8 +145,11 @@ def _scaling_relations(config: GPTConfig, kind: str, scaling: Mapping[str, Any])
             f"rope_scaling.low_freq_factor={scaling['low_freq_factor']} must be under "
             f"high_freq_factor={scaling['high_freq_factor']}"
         )
-    if kind == "dynamic" and config.head_size <= 2:
-        found.append(f"rope_scaling of type dynamic needs head_dim above 2, and it is {config.head_size}; nearest: 4")
+    if kind == "dynamic" and config.rotary_size <= 2:
+        found.append(
+            f"rope_scaling of type dynamic needs head_dim above 2 (times rotary_fraction), and it is "
+            f"{config.rotary_size}; nearest: 4"
+        )
     return found
 
 

@@ -16,12 +16,13 @@ def rotary_frequencies(config: GPTConfig, length: int) -> tuple[Float[Tensor, "h
     """Angle per position of each pair, in float64, and the factor on cosines and sines.
 
     Args:
-        config: rope_theta and rope_scaling: ``linear`` (Chen et al. 2023, arXiv:2306.15595), ``dynamic`` (NTK-aware, by
-            the length at hand), ``llama3`` (Llama 3.1: long wavelengths slowed, short kept, a ramp between) and
-            ``yarn`` (Peng et al. 2023, arXiv:2309.00071).
+        config: rope_theta, rotary_fraction (how much of a head turns; Black et al. 2022, arXiv:2204.06745, section
+            2.1.1) and rope_scaling: ``linear`` (Chen et al. 2023, arXiv:2306.15595), ``dynamic`` (NTK-aware, by the
+            length at hand), ``llama3`` (Llama 3.1: long wavelengths slowed, short kept, a ramp between) and ``yarn``
+            (Peng et al. 2023, arXiv:2309.00071).
         length: positions in use; only ``dynamic`` depends on it.
     """
-    width = config.head_size
+    width = config.rotary_size
     scaling: dict[str, Any] = config.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     factor = float(scaling.get("factor", 1.0))
@@ -50,7 +51,7 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: dict[str, Any], config: GPTConfig) -> tuple[Tensor, float]:
-    width, theta = config.head_size, float(config.rope_theta)
+    width, theta = config.rotary_size, float(config.rope_theta)
     trained = float(scaling.get("original_max_position_embeddings") or config.max_position_embeddings)
     factor = float(scaling["factor"])
 

@@ -48,7 +48,16 @@ GPT2 = replace(
     bias=True,
     tie_embeddings=True,
 )
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen": replace(LLAMA, qkv_bias=True, tie_embeddings=True)}
+NEOX = replace(
+    LLAMA,
+    num_key_value_heads=None,
+    normalization="layer_norm",
+    activation="gelu",
+    bias=True,
+    parallel_residual=True,
+    rotary_fraction=0.5,
+)
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen": replace(LLAMA, qkv_bias=True, tie_embeddings=True), "neox": NEOX}
 
 
 @dataclass(frozen=True)

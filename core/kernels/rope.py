@@ -14,14 +14,17 @@ def rope(
     cos: Float[Tensor, "sequence half"],
     sin: Float[Tensor, "sequence half"],
 ) -> Float[Tensor, "batch heads sequence width"]:
-    """Turns the pair (x[i], x[i + width/2]) at each position by that position's angle i."""
+    """Turns the pair (x[i], x[i + half]) at each position by that position's angle i; the rest stays."""
     return _Rope.apply(x, cos, sin)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    first, second = x.chunk(2, -1)
-    turned_first, turned_second = out.chunk(2, -1)
+    turning = 2 * cos.shape[-1]
+    first, second = x[..., :turning].chunk(2, -1)
+    turned_first, turned_second = out[..., :turning].chunk(2, -1)
+    if turning < x.shape[-1]:
+        out[..., turning:] = x[..., turning:]
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
     return out

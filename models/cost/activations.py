@@ -139,7 +139,8 @@ def layer_activations(micro: Microbatch, policy: str = "none", operations: Colle
     mixed = tokens * share.heads * config.head_size * w
     hidden = tokens * share.ffn * w
     kept["attention result"] = mixed
-    kept["MLP input"] = micro.residual
+    if not config.parallel_residual:  # there it is the layer's
+        kept["MLP input"] = micro.residual
     kept["MLP norm"] = micro.residual
     if config.activation == "swiglu":
         kept["gate and up"] = 2 * hidden
@@ -226,8 +227,8 @@ def stage_inputs(micro: Microbatch) -> dict[str, int]:
 
 
 def rotary_tables_bytes(micro: Microbatch) -> int:
-    """Cosines and sines that the layers of a stage share: s d w."""
-    return micro.length * micro.config.head_size * micro.itemsize if micro.config.position == "rotary" else 0
+    """Cosines and sines that the layers of a stage share: s d w, d the entries of a head that turn."""
+    return micro.length * micro.config.rotary_size * micro.itemsize if micro.config.position == "rotary" else 0
 
 
 def stage_outputs(micro: Microbatch) -> dict[str, int]:
@@ -312,4 +313,7 @@ def layer_working_bytes(micro: Microbatch, policy: str = "none", operations: Col
     if policy == "operations" and kept.get("attention weights") == square > 0:
         square *= 2  # scores and weights are made anew beside the result of dropout
     attention = rerun - gone + max(operands, square)
+    if config.parallel_residual:
+        # The gradient of the sum waits beside that of the layer's input, which the MLP's norm does not let go.
+        attention += 2 * residual
     return max(0, activation, norm, attention)

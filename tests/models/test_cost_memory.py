@@ -230,7 +230,7 @@ def test_selectively_kept_bytes_over_two_tensor_ranks():
     cases = [
         (shape(family, rate, rate), operations, sequence_parallel)
         for (family, rate), operations, sequence_parallel in itertools.product(
-            (("llama", 0.0), ("gpt2", 0.1)), ([], ["reduction"]), (False, True)
+            (("llama", 0.0), ("gpt2", 0.1), ("neox", 0.1)), ([], ["reduction"]), (False, True)
         )
     ]
     for rows in run_ranks(selectively_kept_on_a_rank, 2, cases):
@@ -269,7 +269,10 @@ def tracked_peak(config, recompute, dtype, batch, length, microbatches):
         ("gpt2", "operations"),
         *(
             pytest.param(family, mode, marks=pytest.mark.slow)
-            for family, mode in (("gpt2", "none"), ("llama", "selective"), ("gpt2", "full"), ("llama", "operations"))
+            for family, mode in (
+                *(("gpt2", "none"), ("llama", "selective"), ("gpt2", "full"), ("llama", "operations")),
+                *(("neox", "none"), ("neox", "selective"), ("neox", "full"), ("neox", "operations")),
+            )
         ),
     ],
 )

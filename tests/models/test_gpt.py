@@ -31,12 +31,13 @@ def reference(config, state, tokens):
         return F.linear(x, state[f"{name}.weight"], get(f"{name}.bias"))
 
     def turn(x):
+        first = int(width * config.rotary_fraction)
         angles = torch.outer(
-            torch.arange(length).double(), config.rope_theta ** (-torch.arange(0, width, 2).double() / width)
+            torch.arange(length).double(), config.rope_theta ** (-torch.arange(0, first, 2).double() / first)
         )
-        pairs = torch.complex(x[..., : width // 2], x[..., width // 2 :])
+        pairs = torch.complex(x[..., : first // 2], x[..., first // 2 : first])
         turned = pairs * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat([turned.real, turned.imag], -1)
+        return torch.cat([turned.real, turned.imag, x[..., first:]], -1)
 
     future = torch.full((length, length), float("-inf"), dtype=x.dtype).triu(1)
     for layer in range(config.num_layers):
@@ -49,13 +50,14 @@ def reference(config, state, tokens):
             q, k = turn(q), turn(k)
         k, v = k.repeat_interleave(heads // kv, 1), v.repeat_interleave(heads // kv, 1)
         weights = (q @ k.transpose(-1, -2) / width**0.5 + future).softmax(-1)
+        before = x
         x = x + linear((weights @ v).transpose(1, 2).flatten(-2), f"{at}.attention.out")
-        h = norm(x, f"{at}.mlp_norm")
+        h = norm(before if config.parallel_residual else x, f"{at}.mlp_norm")
         up = linear(h, f"{at}.mlp.up")
         act = (
             F.silu(linear(h, f"{at}.mlp.gate")) * up
             if config.activation == "swiglu"
-            else F.gelu(up, approximate="tanh")
+            else F.gelu(up, approximate="tanh" if config.activation == "gelu_tanh" else "none")
         )
         x = x + linear(act, f"{at}.mlp.down")
     head = state["embedding.weight"] if config.tie_embeddings else state["head.weight"]
@@ -148,6 +150,8 @@ def test_initial_weights_follow_the_seed():
         ({"rope_scaling": {"type": "linear", "factor": 2}, "position": "learned"}, "no effect with position=learned"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim above 2"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "at least 1"),
+        ({"rotary_fraction": 0.3}, "is 1 entries, and rotary positions turn pairs; nearest: rotary_fraction=0.5"),
+        ({"rotary_fraction": 0.5, "position": "learned"}, "no effect with position=learned"),
         ({"rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": -64}}, "above 0"),
         (
             {
