@@ -274,15 +274,27 @@ class Grid:
         ordered = tuple(name for name in self.sizes.order if name in names)
         if len(ordered) == 1:
             return self._axes[ordered[0]]
-        key = "+".join(ordered)
+        wide = [name for name in ordered if self.sizes.sizes[name] > 1]
+        group = self._axes[wide[0]].group if len(wide) == 1 else None
+        return self._over("+".join(ordered), self.sizes.ranks_along(ordered, self.rank), group)
+
+    def everyone(self, purpose: str) -> Axis:
+        """All ranks as one axis, over a process group of its own on the CPU (Gloo), for what ranks agree on beside
+        their work: collectives for one purpose do not meet those for another, whichever thread calls them.
+
+        Made at its first use: every rank of the grid must ask for it at the same point.
+        """
+        return self._over(f"everyone[{purpose}]", tuple(range(self.world_size)), backend="gloo")
+
+    def _over(
+        self, key: str, ranks: tuple[int, ...], group: ProcessGroup | None = None, backend: str | None = None
+    ) -> Axis:
+        """The axis ``key`` over ``ranks``; without a group one is made by them alone, where there are several."""
         if key not in self._axes:
-            wide = [name for name in ordered if self.sizes.sizes[name] > 1]
-            ranks = self.sizes.ranks_along(ordered, self.rank)
-            group = self._axes[wide[0]].group if len(wide) == 1 else None
-            if len(wide) > 1 and self.mesh is not None:
+            if group is None and len(ranks) > 1 and self.mesh is not None:
                 import torch.distributed as dist
 
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
+                group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
             self._axes[key] = Axis(key, len(ranks), ranks.index(self.rank), ranks, group)
         return self._axes[key]
 
@@ -301,15 +313,7 @@ class Grid:
         if len(chosen) == axis.size:
             return axis
         ranks = tuple(axis.ranks[place] for place in chosen)
-        key = f"{name}[{','.join(map(str, chosen))}]"
-        if key not in self._axes:
-            group = None
-            if len(ranks) > 1 and self.mesh is not None:
-                import torch.distributed as dist
-
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
-            self._axes[key] = Axis(key, len(ranks), chosen.index(axis.rank), ranks, group)
-        return self._axes[key]
+        return self._over(f"{name}[{','.join(map(str, chosen))}]", ranks)
 
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
         """Place of a rank (default: this one) on every axis, in the grid's order."""

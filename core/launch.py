@@ -19,6 +19,9 @@ from gridtron.core.options import option
 @dataclass(frozen=True)
 class LaunchConfig:
     processes: str | int = option("auto", "auto: what the launcher started, else what the grid needs; or a number")
+    preempted_exit: int = option(
+        0, "exit code of a run that SIGTERM or SIGUSR1 made save and end before its last step", minimum=0, maximum=255
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -53,6 +53,7 @@ def run_local(
     describe: Callable[[int], str] | None = None,
     threads: int | None = None,
     method: str | None = None,
+    handed_on: Sequence[signal.Signals] = (),
 ) -> int:
     """Runs ``function(launcher, *arguments)`` in ``processes`` processes of this machine and waits for all of them.
 
@@ -66,6 +67,8 @@ def run_local(
         arguments: handed on; picklable under "spawn".
         describe: names a rank's place on the grid, as in "data 0, tensor 1".
         threads: of each rank; default the cores of this process divided by ``processes``.
+        handed_on: signals that the ranks themselves answer: the first one that comes is sent on to all of them, which
+            are then waited for; a second SIGTERM ends them.
         method: "fork" or "spawn"; default fork on Linux without CUDA, where this process may import torch but must
             have run no parallel operation of it; else spawn.
 
@@ -79,14 +82,15 @@ def run_local(
         threads = threads_each(processes)
     folder = tempfile.mkdtemp(prefix="gridtron-")
     try:
-        with _Interruption() as interruption:
+        with _Interruption(handed_on) as interruption:
             started = _start(
                 function, processes, arguments, threads, method, f"file://{folder}/rendezvous", interruption
             )
             try:
                 return _supervise(started, interruption, describe)
             finally:
-                _end(started, interruption)
+                # What ranks answer to does not end them.
+                _end(started, interruption, signal.SIGHUP if handed_on else signal.SIGTERM)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -100,19 +104,28 @@ def _start_method() -> str:
 
 
 class _Interruption:
-    """Counts SIGINT, SIGTERM and SIGHUP while it is entered, in place of what they would do."""
+    """Counts SIGINT, SIGTERM and SIGHUP while it is entered, in place of what they would do; signals that are
+    ``handed_on`` wait in a list first."""
 
-    def __init__(self) -> None:
+    def __init__(self, handed_on: Sequence[signal.Signals] = ()) -> None:
         self.first: int | None = None
         self.count = 0
+        self.waiting: list[int] = []
+        self._handed_on = set(handed_on)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Interruption:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _ENDING}
+            self._before = {number: signal.signal(number, self._note) for number in {*_ENDING, *self._handed_on}}
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number in self._handed_on:
+            self._handed_on.discard(signal.Signals(number))
+            self.waiting.append(number)
+            return
+        if number not in _ENDING:
+            return
         self.first = self.first or number
         self.count += 1
 
@@ -190,6 +203,8 @@ def _supervise(started: Sequence[_Rank], interruption: _Interruption, describe: 
             name = signal.Signals(interruption.first).name
             _say("interrupted" if interruption.first == signal.SIGINT else f"ended by {name}")
             return 128 + interruption.first
+        while interruption.waiting:
+            _hand_on(interruption.waiting.pop(0), running.values())
         ended = [running.pop(sentinel) for sentinel in ready]  # type: ignore[arg-type]
         for member in ended:
             member.process.join()
@@ -197,6 +212,13 @@ def _supervise(started: Sequence[_Rank], interruption: _Interruption, describe: 
         if failed:
             return _explain(failed, started, describe)
     return 0
+
+
+def _hand_on(number: int, members: Iterable[_Rank]) -> None:
+    for member in members:
+        if member.process.pid is not None and member.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.process.pid, number)
 
 
 def _explain(failed: Sequence[_Rank], started: Sequence[_Rank], describe: Callable[[int], str] | None) -> int:
@@ -236,11 +258,9 @@ def _explain(failed: Sequence[_Rank], started: Sequence[_Rank], describe: Callab
     return code
 
 
-def _end(started: Sequence[_Rank], interruption: _Interruption) -> None:
-    """Leaves no process: SIGTERM, then SIGKILL after a while, or at once on a second Ctrl-C."""
-    for member in started:
-        if member.process.is_alive():
-            member.process.terminate()
+def _end(started: Sequence[_Rank], interruption: _Interruption, first: signal.Signals = signal.SIGTERM) -> None:
+    """Leaves no process: ``first``, then SIGKILL after a while, or at once on a second Ctrl-C."""
+    _hand_on(first, started)
     deadline, asked = time.monotonic() + _GRACE, interruption.count
     while any(member.process.is_alive() for member in started):
         if time.monotonic() > deadline or interruption.count > asked:

@@ -10,23 +10,21 @@ import errno
 import fcntl
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from gridtron.conf.refusal import Refusal
 from gridtron.conf.schema import Plan, plan_to_dict
-from gridtron.core.checkpoint.find import find_checkpoint, newest_checkpoint
-from gridtron.core.checkpoint.layout import CheckpointError, step_of, step_path
-from gridtron.core.errors import JobError
+from gridtron.core.checkpoint.find import Found, find_checkpoint, newest_checkpoint
+from gridtron.core.checkpoint.layout import CheckpointError, set_aside_newer, step_of, step_path
+from gridtron.core.checkpoint.manifest import Manifest
 from gridtron.core.files import write_whole
 from gridtron.core.training.metrics import cut_rows
 
-CONFIG, METRICS, ENVIRONMENT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "environment.json", "checkpoints"
+CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 
 _MATHEMATICS: Mapping[str, tuple[str, ...] | None] = {
     "model": None,
@@ -181,12 +179,14 @@ def decide(plan: Plan, stored: Mapping[str, Any] | None, overrides: Sequence[str
                 "give another run.directory, or leave checkpoint.resume out to go on with it"
             ]
         )
+    found = newest_checkpoint(directory / CHECKPOINTS)
     try:
-        checkpoint = _checkpoint(resume, directory)
+        checkpoint = _checkpoint(resume, directory, found)
     except CheckpointError as error:
         raise Refusal([f"checkpoint.resume={resume}: {error}"]) from None
     if checkpoint is None:
         notes = (f"{directory} holds no checkpoint: starts from step 1",) if stored is not None else ()
+        notes += tuple(f"skipped {reason}" for reason in found.skipped)
         return Decision(values, str(directory), overrides=tuple(overrides), notes=notes)
     own = checkpoint.parent == directory / CHECKPOINTS
     before = stored if own else _plan_of(checkpoint)
@@ -205,7 +205,8 @@ def decide(plan: Plan, stored: Mapping[str, Any] | None, overrides: Sequence[str
                 "another run.directory, or go on with them by checkpoint.allow_changes=true"
             ]
         )
-    notes = (f"goes on from {checkpoint}",)
+    skipped = found.skipped if checkpoint == found.path else ()
+    notes = (f"goes on from {checkpoint}", *(f"skipped {reason}" for reason in skipped))
     return _nothing_left(plan, checkpoint, directory) or Decision(
         values, str(directory), str(checkpoint), own, tuple(overrides), notes
     )
@@ -223,10 +224,20 @@ def _nothing_left(plan: Plan, checkpoint: Path, directory: Path) -> str | None:
     return None
 
 
-def _checkpoint(resume: str, directory: Path) -> Path | None:
-    """Where to go on: the newest of the run itself, but where ``resume`` names another of its own."""
-    newest = newest_checkpoint(directory / CHECKPOINTS).path
+def _checkpoint(resume: str, directory: Path, found: Found) -> Path | None:
+    """Where to go on: the newest of the run itself, but where ``resume`` names another of its own.
+
+    Raises:
+        CheckpointError: the run has checkpoints, and none that can be used; a path that holds none.
+    """
+    newest = found.path
     if resume in ("auto", "never"):
+        if newest is None and found.damaged:
+            reasons = "".join(f"\n  {reason}" for reason in found.skipped)
+            raise CheckpointError(
+                f"no checkpoint of {directory} can be used:{reasons}\nPut one back from a backup, repair one (gridtron "
+                "checkpoint verify), or start anew in another run.directory"
+            )
         return newest
     named = find_checkpoint(Path(resume).expanduser().absolute())
     inside = named.parent.resolve() == (directory / CHECKPOINTS).resolve()
@@ -237,7 +248,11 @@ def _checkpoint(resume: str, directory: Path) -> Path | None:
 
 
 def _plan_of(checkpoint: Path) -> dict[str, Any] | None:
-    """The plan of the run that a checkpoint lies in; None where that is not to be found."""
+    """The plan of the run that a checkpoint comes from; None where that is not to be found."""
+    with contextlib.suppress(CheckpointError):
+        plan = Manifest.read(checkpoint).extra.get("plan")
+        if isinstance(plan, dict) and all(isinstance(plan.get(section), dict) for section in _MATHEMATICS):
+            return plan
     with contextlib.suppress(Refusal):
         return stored_plan(checkpoint.parent.parent)
     return None
@@ -303,77 +318,7 @@ def open_run(decision: Decision) -> Decision:
         write_whole(path, content)
     cut = cut_rows(directory / METRICS, done)
     notes = decision.notes + ((f"{cut} rows of {METRICS} after step {done} were cut",) if cut else ())
+    if decision.checkpoint and decision.own:
+        moved = set_aside_newer(directory / CHECKPOINTS, done)
+        notes += tuple(f"{old} is of what the run did after that, and is called {new} now" for old, new in moved)
     return Decision(decision.plan, decision.directory, decision.checkpoint, decision.own, decision.overrides, notes)
-
-
-# -------------------------------------------------------------------- environment.json
-def check_data(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Whether the data under the run's path is what the run read before, by the hash that environment.json holds.
-
-    Raises:
-        JobError: it is not.
-    """
-    before: Any = None
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
-        before = json.loads((directory / ENVIRONMENT).read_text())["data"]["sha256"]
-    data = facts.get("data")
-    after = data.get("sha256") if isinstance(data, Mapping) else None
-    if before is not None and after is not None and before != after:
-        raise JobError(
-            f"the data changed since this run read it (sha256 {before[:12]}... then, {after[:12]}... now): the same "
-            "position holds other samples. Give the data as it was, another run.directory, or go on with it by "
-            "checkpoint.allow_changes=true"
-        )
-
-
-def write_environment(decision: Decision, facts: Mapping[str, Any]) -> None:
-    """What this start of the run ran on; starts before it are kept under ``earlier``.
-
-    Args:
-        decision: of this start.
-        facts: of the assembled run: data files with size and hash, devices, grid.
-    """
-    path = Path(decision.directory) / ENVIRONMENT
-    earlier: list[Any] = []
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        before = json.loads(path.read_text())
-        earlier = [*before.pop("earlier", []), before]
-    content = {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "overrides": list(decision.overrides),
-        "resumed_from": decision.checkpoint,
-        "seed": decision.plan["train"]["seed"],
-        "versions": _versions(),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "commit": source_commit(Path(__file__).resolve().parents[1]),
-        **facts,
-        "earlier": earlier,
-    }
-    write_whole(path, (json.dumps(content, indent=1, default=str) + "\n").encode())
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": platform.python_version()}
-    for name in ("gridtron", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tokenizers", "triton"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def source_commit(root: Path) -> str | None:
-    """The git commit of the source tree ``root``, with "+changes" where it was edited; None outside a clone."""
-    if not (root / ".git").exists():
-        return None
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return commit + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -24,6 +24,7 @@ from gridtron.core.errors import JobError
 from gridtron.core.launch import Launcher, find_launcher, threads_each
 from gridtron.core.layout import AXIS_NAMES, GridSizes, resolve_sizes
 from gridtron.core.supervise import run_local, run_ranked
+from gridtron.core.training.interruption import ASKED_BY
 from gridtron.tools.arguments import compose_or_exit_code, parse_arguments, print_refusal
 from gridtron.tools.run_directory import (
     Decision,
@@ -133,7 +134,8 @@ def _start_here(arguments: Sequence[str]) -> int:
     try:
         if processes == 1:
             return run_ranked(run_rank, Launcher(), (decision,), lambda rank: "")
-        return run_local(run_rank, processes, (decision,), describe_ranks(plan, processes), _threads_asked())
+        describe = describe_ranks(plan, processes)
+        return run_local(run_rank, processes, (decision,), describe, _threads_asked(), handed_on=ASKED_BY)
     finally:
         lock.release()
 

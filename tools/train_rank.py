@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gridtron.conf.schema import Plan, plan_from_dict
+from gridtron.conf.schema import Plan, plan_from_dict, plan_to_dict
 from gridtron.core.errors import JobError
 from gridtron.core.launch import Launcher
-from gridtron.tools.run_directory import METRICS, Decision, check_data, open_run, write_environment
+from gridtron.tools.run_directory import METRICS, Decision, open_run
+from gridtron.tools.run_environment import check_data, write_environment
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
     from gridtron.core.training.callbacks import Callbacks
+    from gridtron.core.training.interruption import Interruption
     from gridtron.core.training.loggers import ConsoleLogger
     from gridtron.core.training.loop import TrainingLoop
     from gridtron.core.training.protocols import Logger
@@ -28,7 +30,14 @@ _LONGEST_STEP = 300.0
 
 
 def run_rank(launcher: Launcher, decision: Decision) -> int:
-    """Trains as one rank of the grid."""
+    """Trains as one rank of the grid; returns the exit code."""
+    from gridtron.core.training.interruption import Interruption
+
+    with Interruption() as interruption:
+        return _train(launcher, decision, interruption)
+
+
+def _train(launcher: Launcher, decision: Decision, interruption: Interruption) -> int:
     from gridtron.core.grid import Grid
     from gridtron.tools.assemble import assemble
 
@@ -43,7 +52,7 @@ def run_rank(launcher: Launcher, decision: Decision) -> int:
     )
     directory = Path(decision.directory)
     assembly = assemble(plan, grid, directory)
-    loop = make_loop(plan, grid, directory, assembly)
+    loop = make_loop(plan, grid, directory, assembly, interruption)
     if decision.checkpoint is not None:
         loop.resume(Path(decision.checkpoint), decision.own)
         if grid.rank == 0:
@@ -72,6 +81,7 @@ def run_rank(launcher: Launcher, decision: Decision) -> int:
     finally:
         for logger in loggers:
             logger.close()
+    code = plan.launch.preempted_exit if loop.stopped_by else 0
     if grid.rank == 0:
         _say_end(loop, progress.step, directory)
     # Only now, when every rank has come to its end: ending the process group of a failed job would wait for its peers.
@@ -79,11 +89,16 @@ def run_rank(launcher: Launcher, decision: Decision) -> int:
     # What FSDP2 wraps refers to process groups in circles: let go while their threads can still be joined (Grid.close).
     del assembly, loop
     gc.collect()
-    return 0
+    return code
 
 
-def make_loop(plan: Plan, grid: Grid, directory: Path, assembly: Any) -> TrainingLoop:
+def make_loop(
+    plan: Plan, grid: Grid, directory: Path, assembly: Any, interruption: Interruption | None = None
+) -> TrainingLoop:
     """The loop over an assembled run."""
+    from gridtron.core.checkpoint.retention import Retention
+    from gridtron.core.checkpoint.saver import Saver
+    from gridtron.core.training.interruption import Interruption
     from gridtron.core.training.loop import TrainingLoop
     from gridtron.core.training.metrics import Work
 
@@ -98,6 +113,10 @@ def make_loop(plan: Plan, grid: Grid, directory: Path, assembly: Any) -> Trainin
         evaluation=assembly.evaluation,
         evaluate_every=plan.evaluation.every,
         save_every=plan.checkpoint.every,
+        saver=Saver(grid, plan.checkpoint.asynchronous, plan.checkpoint.copies, Retention.of(plan.checkpoint)),
+        described={"plan": plan_to_dict(plan)},
+        interruption=interruption or Interruption(),
+        strict=plan.checkpoint.strict,
         callbacks=make_callbacks(plan, grid, assembly.engine),
         work=Work(assembly.flops_per_token, assembly.peak_flops, grid.world_size),
     )
@@ -172,7 +191,8 @@ def _start_logging(
     warnings = (
         spans(plan.lr_schedule, plan.train.steps).warnings if isinstance(plan.lr_schedule, LRScheduleConfig) else ()
     )
-    for note in (*decision.notes, *(f"warning: {text}" for text in warnings)):
+    left_out = [f"checkpoint.strict=false: {listed}" for listed in loop.left_out]
+    for note in (*decision.notes, *left_out, *(f"warning: {text}" for text in warnings)):
         console.note(note)
     loggers: list[Logger] = [console, JsonLinesLogger(directory / METRICS)]
     if plan.logging.tensorboard:
@@ -198,7 +218,13 @@ def _facts(grid: Grid, environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say_end(loop: TrainingLoop, step: int, directory: Path) -> None:
-    if step < loop.total_steps:
+    if loop.stopped_by is not None:
+        print(
+            f"stopped by {loop.stopped_by.name} after step {step} of {loop.total_steps}; saved: the same command with "
+            f"run.directory={directory} goes on",
+            file=sys.stderr,
+        )
+    elif step < loop.total_steps:
         print(f"stopped after step {step} of {loop.total_steps}, as asked; saved in {directory}", file=sys.stderr)
     else:
         print(f"done: {step} steps, saved in {directory}", file=sys.stderr)

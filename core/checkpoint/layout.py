@@ -24,7 +24,7 @@ from gridtron.core.files import Files, write_whole
 MANIFEST = "manifest.json"
 POINTER = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFT = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_LEFT = re.compile(r"\.step-\d{8,}\.(tmp|old|gone)")
 
 
 class CheckpointError(JobError):
@@ -55,6 +55,11 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
+def deleted_path(path: Path) -> Path:
+    """The name of the checkpoint ``path`` while its files are deleted."""
+    return path.with_name(f".{path.name}.gone")
+
+
 def unfinished_checkpoints(root: Path) -> list[Path]:
     """What interrupted saves left under ``root``."""
     return sorted(path for path in root.iterdir() if _LEFT.fullmatch(path.name)) if root.is_dir() else []
@@ -68,6 +73,25 @@ def remove_unfinished(root: Path, files: Files) -> None:
             files.rename(path, replaced)
         else:
             files.remove(path)
+
+
+def set_aside_newer(root: Path, step: int) -> list[tuple[str, str]]:
+    """Takes the names from the checkpoints after ``step``, from which a run went on although it has newer ones.
+
+    Left alone, they would be taken for the newest of a run that has gone another way since.
+
+    Returns:
+        Old and new name of each.
+    """
+    moved = []
+    for path in complete_checkpoints(root):
+        if (step_of(path) or 0) > step:
+            number = 1
+            while (aside := path.with_name(f"{path.name}.aside-{number}")).exists():
+                number += 1
+            path.rename(aside)
+            moved.append((path.name, aside.name))
+    return moved
 
 
 def move_into_place(unfinished: Path, path: Path, files: Files) -> None:

@@ -51,16 +51,15 @@ def save(
 
     writer = Writer(path, grid.rank, dict(extra), copied_parts(state, copies), files or Files())
     try:
-        with warnings.catch_warnings():
-            # DCP warns wherever there is one process.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                entries(state, writing=True),
-                storage_writer=writer,
-                planner=SavePlanner(),
-                process_group=group,
-                no_dist=grid.mesh is None,
-            )
+        # DCP warns wherever there is one process. For good: what restores the filters is not safe in a thread.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(
+            entries(state, writing=True),
+            storage_writer=writer,
+            planner=SavePlanner(),
+            process_group=group,
+            no_dist=grid.mesh is None,
+        )
     except CheckpointException as failure:
         if grid.rank == 0:
             writer.discard()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import signal
 import sys
 import threading
@@ -85,6 +86,7 @@ class Callbacks:
         for name, callback in self._by_name():
             with _named(callback, "state_dict"):
                 if state := callback.state_dict():
+                    json.dumps(state)  # told here, by name: what JSON cannot hold
                     states[name] = state
         return states
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gridtron.core.checkpoint.layout import CheckpointError, step_path
-from gridtron.core.checkpoint.load import load
-from gridtron.core.checkpoint.save import save
+from gridtron.core.checkpoint.load import load_part
+from gridtron.core.checkpoint.saver import Saver
+from gridtron.core.training.agreement import Agreement, Question
 from gridtron.core.training.callbacks import Callbacks
+from gridtron.core.training.interruption import Interruption
 from gridtron.core.training.metrics import StepTimer, Work, count_tokens
 from gridtron.core.training.protocols import Engine, Logger, RunInfo
 
 if TYPE_CHECKING:
     from gridtron.core.data.batch import Batch
     from gridtron.core.grid import Grid
+
+
+_LAST_SAVE = 20.0
+"""Seconds that a run which failed gives to the save that goes on behind it."""
 
 
 class TrainingData(Protocol):
@@ -58,6 +65,10 @@ class TrainingLoop:
         evaluation: held-out microbatches of this rank; None: no evaluation.
         evaluate_every: steps between evaluations; 0: none.
         save_every: steps between checkpoints; 0: one at the end.
+        saver: writes them; default while the run waits.
+        described: further JSON values that every checkpoint holds (the run's plan).
+        interruption: tells that this rank was asked to stop.
+        strict: names that only a checkpoint or only this run has are an error when it resumes.
         callbacks: called on every rank.
         loggers: given rows on rank 0.
         work: what throughput is held against.
@@ -73,11 +84,23 @@ class TrainingLoop:
     evaluation: Iterable[Batch] | None = None
     evaluate_every: int = 0
     save_every: int = 0
+    saver: Saver | None = None
+    described: Mapping[str, Any] = field(default_factory=dict)
+    interruption: Interruption = field(default_factory=Interruption)
+    strict: bool = True
     callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
     loggers: Sequence[Logger] = ()
     work: Work = field(default_factory=lambda: Work(0.0, None, 1))
     progress: Progress = field(default_factory=Progress)
+    left_out: tuple[str, ...] = ()
+    stopped_by: signal.Signals | None = None
     _saved: int | None = None
+    _metrics: dict[str, float] = field(default_factory=dict)
+    _unannounced: tuple[int, Path] | None = None
+
+    def __post_init__(self) -> None:
+        self._saver = self.saver or Saver(self.grid)
+        self._agreement = Agreement(self.grid)
 
     @property
     def checkpoints(self) -> Path:
@@ -100,13 +123,15 @@ class TrainingLoop:
             CheckpointError: it does not fit, or is damaged.
         """
         state = self.engine.state_dict()
-        extra = load(path, state, self.grid)
+        loaded = load_part(path, state, self.grid, strict=self.strict)
         self.engine.load_state_dict(state)
+        extra, self.left_out = loaded.extra, loaded.left_out
         try:
             progress = {name: extra["progress"][name] for name in ("step", "position", "tokens")}
             if not all(type(value) is int and value >= 0 for value in progress.values()):
                 raise ValueError(f"progress is {progress}")
-            states = extra["callbacks"]
+            states, metrics = dict(extra["callbacks"]), dict(extra.get("metrics", {}))
+            self._metrics = {str(name): float(value) for name, value in metrics.items()}
             self.progress = Progress(**progress)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -117,15 +142,20 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------- running
     def run(self) -> Progress:
-        """Runs steps until :attr:`last_step`; the end of a run and a stop are always saved."""
+        """Runs steps until :attr:`last_step`, or until a rank was asked to stop (:attr:`stopped_by` then says by which
+        signal); the end of a run and a stop are always saved."""
         run = RunInfo(
             self.grid.rank, self.grid.world_size, str(self.directory), self.total_steps, self.grid.coordinate()
         )
         self.callbacks.call("on_start", run, self.progress.step)
         try:
-            while self.progress.step < self.last_step:
+            self._heed(self._ask().wait().stop)
+            while self.progress.step < self.last_step and self.stopped_by is None:
                 self._step()
+            self._saver.wait()
+            self._announce()
         except BaseException as error:
+            self._saver.abandon(_LAST_SAVE)
             try:
                 self.callbacks.end(self.progress.step)
             except Exception as other:
@@ -142,7 +172,10 @@ class TrainingLoop:
         microbatches = self.data.microbatches(self.progress.position)
         loss = self.engine.forward_backward(microbatches)
         rate = self.learning_rate(step)
+        # Asked before the optimizer's work, and answered behind it: a signal that came by now is heeded in this step.
+        question = self._ask()
         outcome = self.engine.step(rate)
+        answer = question.wait()
         cost = timer.stop(loss.tokens, count_tokens(microbatches) * self.grid.data.size)
         self.progress = Progress(
             step, self.data.next_position(self.progress.position), self.progress.tokens + loss.tokens
@@ -161,6 +194,7 @@ class TrainingLoop:
             row["grad_norms"] = dict(outcome.grad_norms)
         if not outcome.applied:
             row["skipped"] = True
+        self._metrics["loss"] = loss.loss
         self._log(row)
         self.callbacks.call("on_step_end", step, row)
         if (
@@ -169,26 +203,53 @@ class TrainingLoop:
             and (step % self.evaluate_every == 0 or step == self.total_steps)
         ):
             self._evaluate(step)
-        if step == self.last_step or (self.save_every and step % self.save_every == 0):
+        if answer.saved:
+            self._saver.wait()
+            self._announce()
+        self._heed(answer.stop)
+        if step == self.last_step or self.stopped_by or (self.save_every and step % self.save_every == 0):
             self.save()
+
+    def _ask(self) -> Question:
+        return self._agreement.ask(int(self.interruption.asked or 0), self._saver.finished)
+
+    def _heed(self, stop: int) -> None:
+        if stop and self.progress.step < self.last_step:
+            self.stopped_by = signal.Signals(stop)
 
     def _evaluate(self, step: int) -> None:
         assert self.evaluation is not None
         found = self.engine.evaluate(self.evaluation)
         row = {"step": step, "eval_loss": found.loss, "eval_tokens": found.tokens}
+        self._metrics["eval_loss"] = found.loss
         self._log(row)
         self.callbacks.call("on_evaluate", step, row)
 
     def save(self) -> None:
-        """Writes a checkpoint of this moment, unless there is one."""
+        """Writes a checkpoint of this moment, or begins to, unless there is one."""
         step = self.progress.step
         if self._saved == step:
             return
+        self._saver.wait()
+        self._announce()
         path = step_path(self.checkpoints, step)
-        extra = {"progress": dataclasses.asdict(self.progress), "callbacks": self.callbacks.state_dict()}
-        save(path, self.engine.state_dict(), extra, self.grid)
+        extra = {
+            **self.described,
+            "progress": dataclasses.asdict(self.progress),
+            "metrics": dict(self._metrics),
+            "callbacks": self.callbacks.state_dict(),
+        }
+        self._saver.save(path, self.engine.state_dict(), extra)
         self._saved = step
-        self.callbacks.call("on_save", step, str(path))
+        self._unannounced = (step, path)
+        if not self._saver.busy:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tells of a checkpoint, once all ranks know that it is complete on the disk."""
+        if self._unannounced is not None:
+            (step, path), self._unannounced = self._unannounced, None
+            self.callbacks.call("on_save", step, str(path))
 
     # ---------------------------------------------------------------- telling
     def _log(self, row: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ import yaml
 from toy_run import SMALL, losses, rows
 
 from gridtron.core.training.metrics import read_rows
-from gridtron.tools.run_directory import RunLock, changed_mathematics, requested_directory, source_commit
+from gridtron.tools.run_directory import RunLock, changed_mathematics, requested_directory
+from gridtron.tools.run_environment import source_commit
 from gridtron.tools.train import main
 
 pytestmark = pytest.mark.usefixtures("toy")
