@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gridtron.core.options import option
@@ -58,6 +58,22 @@ class GPTConfig:
     @property
     def projection_bias(self) -> bool:
         return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    def resolved(self) -> GPTConfig:
+        """The same shape with every null that stands for another value replaced by it: equal shapes are equal."""
+        scaling = dict(self.rope_scaling or {})
+        kind = scaling.pop("type", None)
+        kind = scaling.pop("rope_type", kind)
+        scaling = {key: value for key, value in sorted(scaling.items()) if value is not None}
+        return replace(
+            self,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_size,
+            ffn_hidden_size=self.ffn_size,
+            qkv_bias=self.projection_bias,
+            rope_theta=self.rope_theta if self.position == "rotary" else 10000.0,
+            rope_scaling=None if kind in (None, "default") else {"rope_type": kind, **scaling},
+        )
 
     def violations(self) -> list[str]:
         """Every rule that this shape breaks, with the nearest value that does not."""

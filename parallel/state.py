@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from gridtron.core.communication import broadcast_from, gather_values
 from gridtron.core.grid import Axis
-from gridtron.core.pieces import Piece, gather_whole, take_rows
+from gridtron.core.pieces import gather_whole
 from gridtron.core.precision import wide_dtype
-from gridtron.parallel.data_parallel.fsdp import cuts_of, is_cut, local_part, shards_of, whole_rows
+from gridtron.parallel.data_parallel.fsdp import whole_rows
 from gridtron.parallel.data_parallel.wrapper import DataParallel
 from gridtron.parallel.parameters import (
     NamedParameter,
@@ -21,6 +21,7 @@ from gridtron.parallel.parameters import (
     sum_among_holders,
     unwrap,
 )
+from gridtron.parallel.weights import HeldWeights, load_weights
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
@@ -134,26 +135,4 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], grid: Gr
     Raises:
         ValueError: missing or unexpected names, or a shape that differs, all of them listed, on every rank alike.
     """
-    axis = Axis("pipeline") if grid is None else grid.pipeline
-    if isinstance(model, DataParallel):
-        model.reshard()
-    parameters = named_parameters(model)
-    known = {item.name: item for item in parameters}
-    everywhere = {name for names in gather_values(list(known), axis) for name in names}
-    problems = [f"missing: {name}" for name in known if name not in state]
-    problems += [f"unexpected: {name}" for name in state if name not in everywhere]
-    for name, item in known.items():
-        if name in state and tuple(state[name].shape) != item.sharding.shape:
-            problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {item.sharding.shape}")
-    problems = list(dict.fromkeys(problem for found in gather_values(problems, axis) for problem in found))
-    if problems:
-        shown = "\n  ".join(problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else []))
-        raise ValueError(f"this state is not of this model:\n  {shown}")
-    with torch.no_grad():
-        for name, item in known.items():
-            rows = take_rows(state[name], item.sharding, item.axis.rank)
-            if is_cut(item.parameter):
-                part = Piece(item.sharding, item.axis, cuts_of(item.parameter), shards_of(item.parameter))
-                local_part(item.parameter).copy_(part.take(rows.contiguous()))
-            else:
-                item.parameter.copy_(rows)
+    load_weights(model, HeldWeights(state), grid)

@@ -1,0 +1,120 @@
+"""Fills the parameters of a module on any grid from wherever weights lie, each rank its own rows and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gridtron.core.communication import gather_values
+from gridtron.core.grid import Axis
+from gridtron.core.pieces import Piece
+from gridtron.parallel.data_parallel.fsdp import cuts_of, is_cut, local_part, shards_of
+from gridtron.parallel.data_parallel.wrapper import DataParallel
+from gridtron.parallel.parameters import NamedParameter, named_parameters
+
+if TYPE_CHECKING:
+    from gridtron.core.grid import Grid
+
+_LISTED = 10
+
+
+class WeightSource(Protocol):
+    """Whole weights somewhere, of which a rank reads rectangles.
+
+    Attributes:
+        shapes: of every weight, by the name it has in the model of one process.
+    """
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """A rectangle of a weight, on the CPU."""
+        ...
+
+
+class HeldWeights:
+    """Weights that are in memory, whole."""
+
+    def __init__(self, state: Mapping[str, Tensor]):
+        self.state = state
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+    def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        part = self.state[name]
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part
+
+
+def load_weights(model: nn.Module, source: WeightSource, grid: Grid | None = None, named: str = "this state") -> None:
+    """Puts each rank's rows of a source's weights into ``model``; nothing is changed where anything does not fit.
+
+    Every pipeline rank of ``grid`` must call it: together they must know every name.
+
+    Args:
+        model: a module, or one wrapped by DataParallel.
+        source: of all weights and no others.
+        grid: the model's grid, where its stages lie on several pipeline ranks.
+        named: what the source is, for messages.
+
+    Raises:
+        ValueError: missing or unexpected names, or a shape that differs, all of them listed, on every rank alike.
+    """
+    axis = Axis("pipeline") if grid is None else grid.pipeline
+    if isinstance(model, DataParallel):
+        model.reshard()
+    parameters = named_parameters(model)
+    _check(parameters, source, axis, named)
+    with torch.no_grad():
+        for item in parameters:
+            tensor: Tensor = item.parameter
+            piece = Piece(item.sharding, item.axis)
+            if is_cut(item.parameter):
+                piece = Piece(item.sharding, item.axis, cuts_of(item.parameter), shards_of(item.parameter))
+                tensor = local_part(item.parameter)
+            fill(tensor, piece, source, item.name)
+
+
+def _check(parameters: list[NamedParameter], source: WeightSource, axis: Axis, named: str) -> None:
+    known = {item.name: item.sharding.shape for item in parameters}
+    everywhere = {name for names in gather_values(list(known), axis) for name in names}
+    problems = [f"missing: {name}" for name in known if name not in source.shapes]
+    problems += [f"unexpected: {name}" for name in source.shapes if name not in everywhere]
+    problems += [
+        f"{name} has shape {tuple(source.shapes[name])}, the model's is {shape}"
+        for name, shape in known.items()
+        if name in source.shapes and tuple(source.shapes[name]) != shape
+    ]
+    problems = list(dict.fromkeys(problem for found in gather_values(problems, axis) for problem in found))
+    if problems:
+        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+        shown = "\n  ".join(problems[:_LISTED] + more)
+        raise ValueError(f"{named} is not of this model:\n  {shown}")
+
+
+def fill(tensor: Tensor, piece: Piece, source: WeightSource, name: str) -> None:
+    """Reads what a rank keeps of one weight.
+
+    Args:
+        tensor: its memory, of ``piece.shape``; in its own dtype.
+        piece: where it lies in the whole.
+        source, name: the weight.
+    """
+    read: Callable[[tuple[int, ...], tuple[int, ...]], Tensor] = lambda *box: source.read(name, *box)  # noqa: E731
+    shape = piece.sharding.shape
+    if piece.cuts is not None:
+        for (offsets, sizes), (low, high) in piece.boxes():
+            tensor[low:high].view(sizes).copy_(read(offsets, sizes))
+        return
+    dim, rank = piece.sharding.dim, piece.axis.rank
+    if dim is None:
+        tensor.copy_(read((0,) * len(shape), shape))
+        return
+    for (start, stop), (low, high) in piece.sharding.local_slices(rank, piece.sharding.ranges(rank)):
+        offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
+        sizes = tuple(stop - start if d == dim else size for d, size in enumerate(shape))
+        tensor.narrow(dim, low, high - low).copy_(read(offsets, sizes))
