@@ -127,7 +127,7 @@ class Piece:
         start, stop = self.flat or (0, math.prod(self.local_shape))
         found: list[tuple[Box, Range]] = []
         for low, high in [(0, stop - start)] if ranges is None else ranges:
-            for offsets, sizes, place in _rectangles(self.local_shape, start + low, start + high):
+            for offsets, sizes, place in rectangles(self.local_shape, start + low, start + high):
                 found += self._global_boxes(offsets, sizes, place - start)
         return found
 
@@ -189,9 +189,7 @@ def join_rows(rows: Sequence[Tensor], sharding: Sharding) -> Tensor:
     return whole
 
 
-def _rectangles(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """A flat range of a tensor as rectangles that are contiguous in it: (offsets, sizes, flat start)."""
     if start >= stop:
         return
@@ -216,7 +214,7 @@ def _in_row(
     shape: tuple[int, ...], index: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     base = index * math.prod(shape[1:])
-    for offsets, sizes, low in _rectangles(shape[1:], start - base, stop - base):
+    for offsets, sizes, low in rectangles(shape[1:], start - base, stop - base):
         yield (index, *offsets), (1, *sizes), low + base
 
 

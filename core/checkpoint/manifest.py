@@ -1,7 +1,7 @@
 """What a checkpoint holds, as JSON: read as data, checked in every number, never executed.
 
 Data files are in the safetensors format, and their headers are a function of the manifest: a file whose first bytes
-are not exactly that header is refused.
+are not exactly that header is refused. The manifest begins with the checksum of all its bytes after that line.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from gridtron.core.checkpoint.layout import MANIFEST, CheckpointError, open_regular
 
@@ -25,13 +28,18 @@ if TYPE_CHECKING:
 FORMAT = "gridtron-checkpoint"
 VERSION = 2
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
-DATA_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+DATA_FILE = re.compile(r"rank-[0-9]{5,12}\.safetensors")
 ALIGNMENT = 64
 """Bytes: where the data begins in a data file. Pieces follow without gaps, wider elements first, so each is aligned."""
 BLOCK = 1 << 24
 """Bytes of a piece under one checksum: a rank that reads a part of a piece checks the blocks it touches, no more."""
 _LARGEST_MANIFEST = 1 << 30
-_MOST_SPLIT_DIMS = 8
+_SMALL_MANIFEST = 1 << 26
+"""Bytes that a manifest may have whatever it describes; above, no more than the data it describes."""
+_SEAL = re.compile(rb'\{\n "xxh3": "([0-9a-f]{16})",\n')
+_LONGEST_NAME = 1000
+_MOST_DIMS = 32
+_MOST_SPLIT_DIMS = 5
 
 DTYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 8),
@@ -123,6 +131,11 @@ class Manifest:
     extra: Mapping[str, Any]
 
     def to_json(self) -> bytes:
+        """The manifest's file.
+
+        Raises:
+            CheckpointError: it would be so large that it could not be read again.
+        """
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -137,7 +150,9 @@ class Manifest:
                 for name, entry in self.tensors.items()
             },
         }
-        return (json.dumps(content, indent=1, allow_nan=True) + "\n").encode()
+        sealed = seal(content)
+        _check_size(len(sealed), self.files.values(), "the manifest")
+        return sealed
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -148,13 +163,16 @@ class Manifest:
         """
         path = folder / MANIFEST
         with open_regular(path) as file:
-            content = file.read(_LARGEST_MANIFEST + 1)
-        if len(content) > _LARGEST_MANIFEST:
-            raise CheckpointError(f"{path} is larger than {_LARGEST_MANIFEST} bytes; use another checkpoint")
+            size = os.fstat(file.fileno()).st_size
+            _check_size(size, _data_sizes(folder) if size > _SMALL_MANIFEST else (), str(path))
+            try:
+                content = file.read(size + 1)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from None
         try:
-            return _parse(json.loads(content.decode()))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            return _parse(json.loads(_unseal(content).decode(), object_pairs_hook=_without_duplicates))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
+            reason = f"no key {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
             raise CheckpointError(
                 f"{path} is not the manifest of a checkpoint ({reason[:200]}); it is damaged or was written by "
                 "something else, and nothing of it was used; use another checkpoint"
@@ -173,6 +191,17 @@ class Manifest:
                 for file, start in piece.places:
                     placed[file].append((start, entry.bytes_of(piece), labelled))
         return placed
+
+    def places(self, file: str) -> list[tuple[int, str, Piece]]:
+        """(first byte, tensor's name, piece) of all that lies in a data file, in its order."""
+        found = [
+            (start, name, piece)
+            for name, entry in self.tensors.items()
+            for piece in entry.pieces
+            for place, start in piece.places
+            if place == file
+        ]
+        return sorted(found, key=lambda item: (item[0], item[2].numel))
 
 
 Labelled = tuple[str, str, tuple[int, ...]]
@@ -196,6 +225,46 @@ def header_bytes(tensors: Sequence[Labelled], metadata: Mapping[str, str] | None
     text = json.dumps(described, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % ALIGNMENT
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """A manifest's JSON under the checksum of its bytes."""
+    text = json.dumps(content, indent=1, allow_nan=True).removeprefix("{\n") + "\n"
+    return f'{{\n "xxh3": "{xxhash.xxh3_64_hexdigest(text.encode())}",\n{text}'.encode()
+
+
+def _unseal(content: bytes) -> bytes:
+    sealed = _SEAL.match(content)
+    if not sealed:
+        raise ValueError("it does not begin with its checksum")
+    if xxhash.xxh3_64_hexdigest(memoryview(content)[sealed.end() :]) != sealed[1].decode():
+        raise ValueError("its checksum differs")
+    return content
+
+
+def _check_size(size: int, data: Iterable[int], what: str) -> None:
+    largest = min(_LARGEST_MANIFEST, max(_SMALL_MANIFEST, sum(data)))
+    if size > largest:
+        raise CheckpointError(
+            f"{what} has {size} bytes, more than {largest}: none can be so large; use another checkpoint"
+        )
+
+
+def _data_sizes(folder: Path) -> list[int]:
+    """Bytes on the disk of each data file: holes in a file do not count."""
+    return [
+        entry.stat(follow_symlinks=False).st_blocks * 512
+        for entry in os.scandir(folder)
+        if DATA_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+    ]
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
+        raise ValueError(f"{twice!r:.80} stands there twice")
+    return found
 
 
 def _described(piece: Piece) -> dict[str, Any]:
@@ -222,13 +291,36 @@ def _parse(content: Any) -> Manifest:
     tensors = {name: _parse_tensor(name, entry, files) for name, entry in content["tensors"].items()}
     if not isinstance(content["extra"], dict):
         raise ValueError("extra is not an object")
+    _check_files(tensors, files)
     return Manifest(tensors, files, content["extra"])
 
 
+def _check_files(tensors: Mapping[str, TensorEntry], files: Mapping[str, int]) -> None:
+    """In each data file the pieces follow one another to its end: every byte after the header is under one checksum."""
+    placed: dict[str, list[tuple[int, int, str]]] = {file: [] for file in files}
+    for name, entry in tensors.items():
+        for piece in entry.pieces:
+            for file, start in piece.places:
+                placed[file].append((start, start + entry.bytes_of(piece), name))
+    for file, places in placed.items():
+        if not places:
+            raise ValueError(f"nothing lies in {file}")
+        places.sort()
+        for (_, stop, name), (start, _, following) in itertools.pairwise(places):
+            if start != stop:
+                raise ValueError(f"{name} ends at byte {stop} of {file} and {following} begins at {start}")
+        if places[-1][1] != files[file]:
+            raise ValueError(f"{file} should end at byte {places[-1][1]} with {places[-1][2]}, and has {files[file]}")
+
+
 def _parse_tensor(name: str, content: Any, files: Mapping[str, int]) -> TensorEntry:
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise ValueError(f"{name!r:.80} is no tensor's name: 1 to {_LONGEST_NAME} printable characters")
     if content["dtype"] not in DTYPES:
         raise ValueError(f"{name} has the unknown dtype {content['dtype']!r}")
     shape = tuple(_natural(size, f"shape of {name}") for size in content["shape"])
+    if len(shape) > _MOST_DIMS:
+        raise ValueError(f"{name} has {len(shape)} dimensions, more than {_MOST_DIMS}")
     pieces = []
     for item in content["pieces"]:
         piece = Piece(
@@ -248,6 +340,8 @@ def _parse_tensor(name: str, content: Any, files: Mapping[str, int]) -> TensorEn
 
 
 def _check_places(name: str, piece: Piece, length: int, files: Mapping[str, int]) -> None:
+    if len({file for file, _ in piece.places}) < len(piece.places):
+        raise ValueError(f"{name} lies twice in {piece.file!r}")
     for file, start in piece.places:
         if file not in files:
             raise ValueError(f"{name} lies in {file!r}, which is none of the data files")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from torch.futures import Future
 from gridtron.core.checkpoint.layout import MANIFEST, move_into_place, remove_unfinished, unfinished_path
 from gridtron.core.checkpoint.manifest import Manifest, Piece, TensorEntry, data_file, dtype_code, label_of
 from gridtron.core.checkpoint.planning import Part, metadata_of
-from gridtron.core.checkpoint.stored import Stored
+from gridtron.core.checkpoint.stored import OpenFile, Stored
 from gridtron.core.checkpoint.stream import Item, write_items
 from gridtron.core.files import Files, write_whole
 
@@ -147,33 +146,19 @@ class Reader(StorageReader):
             _, piece = self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset)]
             by_file[piece.file].append((item, piece))
         for name, items in by_file.items():
-            with self.stored.open(name) as content:
+            with self.stored.open(name) as file:
                 for item, piece in items:
-                    self._copy(content, item, piece, planner)
+                    self._copy(file, item, piece, planner)
         return _done(None)
 
-    def _copy(self, content: mmap.mmap, item: ReadItem, piece: Piece, planner: LoadPlanner) -> None:
-        if piece.numel == 0:
-            return
-        first, stop = _span(item.storage_offsets, item.lengths, piece.sizes)
-        saved = self.stored.box(content, item.storage_index.fqn, piece, first, stop)
-        for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            saved = saved.narrow(dim, start, size)
+    def _copy(self, file: OpenFile, item: ReadItem, piece: Piece, planner: LoadPlanner) -> None:
         target = planner.resolve_tensor(item)
-        target.copy_(saved)
+        self.stored.copy_box(file, item.storage_index.fqn, piece, item.storage_offsets, target)
         planner.commit_tensor(item, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
-
-
-def _span(offsets: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """First and last (exclusive) element, in row-major order, of a box inside a box of ``sizes``."""
-    first = last = 0
-    for offset, length, size in zip(offsets, lengths, sizes, strict=True):
-        first, last = first * size + offset, last * size + offset + length - 1
-    return first, last + 1
 
 
 def _part(item: WriteItem, planner: SavePlanner) -> Part:

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from gridtron.core.checkpoint.find import find_checkpoint, newest_checkpoint
 from gridtron.core.checkpoint.layout import CheckpointError, complete_checkpoints, step_path
 from gridtron.core.checkpoint.load import load
-from gridtron.core.checkpoint.manifest import Manifest
+from gridtron.core.checkpoint.manifest import Manifest, seal
 from gridtron.core.checkpoint.save import save
 from gridtron.core.checkpoint.tensors import ShardedTensorView
 from gridtron.core.files import Files
@@ -193,7 +193,8 @@ def test_a_planted_pickle_never_runs(planted: str, same_size: bool, alone: Path,
 def edit_manifest(path: Path, change: Any) -> None:
     content = json.loads((path / "manifest.json").read_text())
     change(content)
-    (path / "manifest.json").write_text(json.dumps(content))
+    content.pop("xxh3")
+    (path / "manifest.json").write_bytes(seal(content))
 
 
 def kv(content: dict[str, Any]) -> dict[str, Any]:
@@ -217,10 +218,14 @@ def kv(content: dict[str, Any]) -> dict[str, Any]:
         (lambda content: kv(content)["pieces"][0].update(start=True), "start of parameters/kv is True"),
         (lambda content: kv(content).update(pieces=kv(content)["pieces"] * 2), "cover 48 of 24"),
         (lambda content: kv(content).update(dtype="F63"), "unknown dtype 'F63'"),
-        (lambda content: kv(content).update(dtype="F32"), "does not begin as manifest.json says"),
+        (lambda content: kv(content).update(dtype="F32"), "parameters/kv ends at byte"),
+        (
+            lambda content: content["tensors"]["parameters/down"].update(dtype="F16"),
+            "does not begin as manifest.json says",
+        ),
         (lambda content: kv(content)["pieces"][0].update(file="../../passwd"), "none of the data files"),
         (lambda content: content["files"].update({"../x": 5}), "'../x'"),
-        (lambda content: content["files"].update({"rank-00000.safetensors": 10**14}), "should have 100000000000000"),
+        (lambda content: content["files"].update({"rank-00000.safetensors": 10**14}), "should end at byte"),
         (lambda content: content.pop("tensors"), "no key 'tensors'"),
         (lambda content: content.update(version=1), "version is 1"),
         (lambda content: content.update(extra=[]), "extra"),
