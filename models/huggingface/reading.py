@@ -130,9 +130,7 @@ class HuggingFaceWeights:
                 )
         return found
 
-    def _slices(
-        self, row: Row, theirs: str, rows: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> Tensor:
+    def _slices(self, row: Row, theirs: str, rows: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         import torch
 
         rest = [slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True)]

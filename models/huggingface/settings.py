@@ -222,11 +222,12 @@ def config_to_huggingface(config: GPTConfig, family: str | None = None) -> dict[
 def _written(config: GPTConfig, family: Family) -> dict[str, Any]:
     options = asdict(config.resolved())
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
+    # Else transformers would take the family's own: ids that mean something else in another vocabulary.
+    written |= {"bos_token_id": None, "eos_token_id": None}
     written |= {setting.theirs: options[setting.ours] for setting in family.settings}
     named = (name for name, ours in family.activations.items() if ours == config.activation)
     written[family.activation_key] = next(named, next(iter(family.activations)))
     written |= dict.fromkeys(family.dropout, config.dropout)
-    written |= {key: allowed[0] for key, allowed in family.only.items() if isinstance(allowed[0], bool)}
     if family.biases is not None:
         written |= dict.fromkeys(family.biases, config.bias)
     if family.rotary is not None:
