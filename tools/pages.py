@@ -52,6 +52,15 @@ COMMANDS: Mapping[str, Command] = {
         ),
         "ScheduleOptions",
     ),
+    "convert": Command(
+        "gridtron.tools.convert",
+        "Hugging Face weights to a checkpoint, a checkpoint to Hugging Face weights",
+        (
+            "gridtron convert source=~/models/Llama-3.1-8B target=llama",
+            "gridtron convert source=runs/mine target=exported dtype=bf16",
+        ),
+        "ConvertOptions",
+    ),
     "doctor": Command("gridtron.tools.doctor", "devices, versions, and what is missing", ("gridtron doctor",)),
     "bench": Command(
         "gridtron.tools.bench.cli",

@@ -1,0 +1,234 @@
+"""``gridtron convert``: a Hugging Face folder becomes a checkpoint, a checkpoint a Hugging Face folder.
+
+One process, a few tensors in memory at a time; the target has its name only when all of it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gridtron.conf.refusal import Refusal
+from gridtron.core.errors import JobError
+from gridtron.core.options import option
+from gridtron.tools.arguments import parse_arguments, print_refusal, read_options
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gridtron.models.config import GPTConfig
+
+Read = Callable[[str], "Tensor"]
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    source: str | None = option(
+        None, "a Hugging Face folder, a checkpoint, or the folder of a run (its newest)", path=True
+    )
+    target: str | None = option(None, "the folder to make; it must not exist", path=True)
+    family: str | None = option(
+        None, "of a Hugging Face target: llama, mistral, qwen2, gpt2, gpt_neox; null: by the model's shape"
+    )
+    dtype: str | None = option(None, "of the target's weights; null: as they are", choices=(*_DTYPES, None))
+    shard_bytes: int = option(5 * 10**9, "of one file of a Hugging Face target at most", minimum=1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Converts; prints where the result lies. Returns the exit code."""
+    try:
+        parsed = parse_arguments(arguments)
+        if parsed.sweep or parsed.show or parsed.directories:
+            raise Refusal(["convert takes source=, target=, family=, dtype= and shard_bytes= only"])
+        options = read_options("convert", ConvertOptions, parsed.overrides)
+        lines = convert(options)
+    except Refusal as refusal:
+        return print_refusal(refusal)
+    except (JobError, ValueError) as fault:
+        return print_refusal(Refusal([str(fault)]))
+    except OSError as fault:
+        return print_refusal(Refusal([f"{fault.filename or 'target'}: {fault.strerror}; nothing was written"]))
+    for line in lines:
+        print(line)
+    return 0
+
+
+def convert(options: ConvertOptions) -> list[str]:
+    """Makes the target; what to tell of it.
+
+    Raises:
+        ValueError, JobError: what is wrong; nothing is left of the target.
+    """
+    if missing := [name for name in ("source", "target") if getattr(options, name) is None]:
+        raise Refusal([f"{name}= is missing: gridtron convert source=PATH target=PATH" for name in missing])
+    source, target = (Path(text or "").expanduser().absolute() for text in (options.source, options.target))
+    if not source.is_dir():
+        raise Refusal([f"source={source}: {'it is a file' if source.exists() else 'no such folder'}; give a folder"])
+    if target.exists():
+        raise Refusal([f"target={target} exists; give another folder, or move it away"])
+    from gridtron.models.huggingface.folder import is_huggingface
+
+    if is_huggingface(source):
+        if options.family is not None:
+            raise Refusal(
+                [f"family={options.family} is of a Hugging Face target, and that is the source; leave it out"]
+            )
+        return _to_checkpoint(source, target, options)
+    return _to_huggingface(source, target, options)
+
+
+# -------------------------------------------------------------------- from Hugging Face
+def _to_checkpoint(source: Path, target: Path, options: ConvertOptions) -> list[str]:
+    import torch
+
+    from gridtron.conf.schema import Plan, plan_to_dict
+    from gridtron.core.checkpoint.layout import step_path
+    from gridtron.core.checkpoint.manifest import DTYPES
+    from gridtron.core.checkpoint.whole import write_checkpoint
+    from gridtron.core.files import Files
+    from gridtron.models.huggingface.reading import HuggingFaceWeights
+
+    weights = HuggingFaceWeights(source)
+    config, shapes = weights.translation.config, weights.shapes
+    dtypes = {
+        name: _dtype(options.dtype) or getattr(torch, DTYPES[weights.dtype(name)][0]) for name in shapes
+    }  # fmt: skip
+    plan: dict[str, Any] = {"model": plan_to_dict(Plan(model=config))["model"]}
+    if (source / "tokenizer.json").is_file():
+        plan["data"] = {"tokenizer": str(source / "tokenizer.json")}
+    extra = {"plan": plan, "progress": {"step": 0, "position": 0, "tokens": 0}, "callbacks": {}}
+
+    def read(name: str) -> Tensor:
+        name = name.removeprefix(_PARAMETER)
+        return weights.read(name, (0,) * len(shapes[name]), shapes[name]).to(dtypes[name])
+
+    tensors = {_PARAMETER + name: (dtypes[name], shape) for name, shape in shapes.items()}
+    files = Files()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f".{target.name}.tmp")
+    files.remove(folder)
+    files.make_folder(folder)
+    try:
+        with _progress(len(tensors), read) as told:
+            write_checkpoint(step_path(folder, 0), tensors, told, extra)
+        files.rename(folder, target)
+        files.sync_folder(target.parent)
+    except BaseException:
+        files.remove(folder)
+        raise
+    notes = [f"note: {note}" for note in weights.translation.notes]
+    return [*notes, f"{target}: a checkpoint of {_described(config)}; train from it by checkpoint.init_from={target}"]
+
+
+_PARAMETER = "parameters/"
+
+
+# -------------------------------------------------------------------- to Hugging Face
+def _to_huggingface(source: Path, target: Path, options: ConvertOptions) -> list[str]:
+    from gridtron.core.checkpoint.find import find_checkpoint
+    from gridtron.core.checkpoint.stored import Stored
+    from gridtron.models.huggingface.writing import save_huggingface
+    from gridtron.tools.sources import CheckpointWeights, checkpoint_config
+
+    stored = Stored(find_checkpoint(source))
+    config = checkpoint_config(stored)
+    weights = CheckpointWeights(stored)
+    _check_names(weights, config, stored.path)
+    dtype = _dtype(options.dtype) or weights.dtype(next(iter(weights.shapes)))
+    tokenizer, settings = _tokenizer_files(stored.manifest.extra)
+
+    def read(name: str) -> Tensor:
+        return weights.whole(name, dtype)
+
+    with _progress(len(weights.shapes), read) as told:
+        content = save_huggingface(
+            target, config, told, dtype, options.family, settings, tokenizer, options.shard_bytes
+        )  # fmt: skip
+    family = content["model_type"]
+    beside = ", with its tokenizer" if tokenizer else "; no tokenizer.json is known of it"
+    return [f"{target}: {family}, {_described(config)}{beside}"]
+
+
+def _check_names(weights: Any, config: GPTConfig, path: Path) -> None:
+    from gridtron.models.huggingface.reading import parameter_shapes
+
+    expected = parameter_shapes(config)
+    problems = [f"missing: {name}" for name in expected if name not in weights.shapes]
+    problems += [f"unexpected: {name}" for name in weights.shapes if name not in expected]
+    problems += [
+        f"{name} has shape {list(weights.shapes[name])} and should have {list(shape)}"
+        for name, shape in expected.items()
+        if name in weights.shapes and weights.shapes[name] != shape
+    ]
+    if problems:
+        more = [f"and {len(problems) - 6} more"] if len(problems) > 6 else []
+        raise Refusal([f"{path} does not hold the weights of its model:", *problems[:6], *more])
+
+
+def _tokenizer_files(extra: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Files beside the run's tokenizer.json for transformers' AutoTokenizer, and what config.json says of it."""
+    from gridtron.core.data.sources import DataError
+    from gridtron.core.data.tokenizers import load_tokenizer
+    from gridtron.models.huggingface.folder import TOKENIZER_FILES
+
+    data = extra.get("plan", {}).get("data", {})
+    named = data.get("tokenizer") if isinstance(data, Mapping) else None
+    if not isinstance(named, str) or named == "bytes" or not Path(named).is_file():
+        return {}, {}
+    path = Path(named)
+    found = {name: (path.parent / name).read_bytes() for name in TOKENIZER_FILES if (path.parent / name).is_file()}
+    found["tokenizer.json"] = path.read_bytes()
+    try:
+        end = load_tokenizer(named).end_of_document
+    except DataError as fault:
+        raise Refusal([str(fault)]) from None
+    if "tokenizer_config.json" not in found:
+        described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if end is not None:
+            described["eos_token"] = load_tokenizer(named).decode([end])
+        found["tokenizer_config.json"] = (json.dumps(described, indent=2) + "\n").encode()
+    return found, {"eos_token_id": end}
+
+
+# -------------------------------------------------------------------- both
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    if name is None:
+        return None
+    found: torch.dtype = getattr(torch, _DTYPES[name])
+    return found
+
+
+def _described(config: GPTConfig) -> str:
+    from gridtron.models.cost.parameters import total_parameters
+
+    return f"{total_parameters(config):,} parameters in {config.num_layers} layers"
+
+
+@contextmanager
+def _progress(count: int, read: Read) -> Iterator[Read]:
+    """``read``, with a bar over its calls on a terminal."""
+    if not sys.stderr.isatty():
+        yield read
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("tensors", total=count)
+
+        def told(name: str) -> Tensor:
+            tensor = read(name)
+            progress.advance(task)
+            return tensor
+
+        yield told
