@@ -38,12 +38,13 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class _Report:
-    """How a rank failed, in its own words."""
+    """How a rank failed, in its own words; ``returned``: an exit code that its function gave, as every rank's does."""
 
     moment: float
     message: str
     expected: bool
     agreed: bool
+    returned: int = 0
 
 
 def run_local(
@@ -197,6 +198,7 @@ def _start(
 
 def _supervise(started: Sequence[_Rank], interruption: _Interruption, describe: Callable[[int], str] | None) -> int:
     running = {member.process.sentinel: member for member in started}
+    returned = 0
     while running:
         ready = wait(list(running), timeout=0.1)
         if interruption.first is not None:
@@ -208,10 +210,13 @@ def _supervise(started: Sequence[_Rank], interruption: _Interruption, describe: 
         ended = [running.pop(sentinel) for sentinel in ready]  # type: ignore[arg-type]
         for member in ended:
             member.process.join()
-        failed = [member for member in ended if member.process.exitcode]
+        failed = [(member, member.report()) for member in ended if member.process.exitcode]
+        # A code that a rank's function gave is no failure: the others come to their end too.
+        returned = returned or next((report.returned for _, report in failed if report and report.returned), 0)
+        failed = [(member, report) for member, report in failed if not (report and report.returned)]
         if failed:
             return _explain(failed, started, describe)
-    return 0
+    return returned
 
 
 def _hand_on(number: int, members: Iterable[_Rank]) -> None:
@@ -221,19 +226,21 @@ def _hand_on(number: int, members: Iterable[_Rank]) -> None:
                 os.kill(member.process.pid, number)
 
 
-def _explain(failed: Sequence[_Rank], started: Sequence[_Rank], describe: Callable[[int], str] | None) -> int:
+def _explain(
+    failed: Sequence[tuple[_Rank, _Report | None]], started: Sequence[_Rank], describe: Callable[[int], str] | None
+) -> int:
     """Prints the first failure and returns its exit code.
 
     A rank that vanished breaks its neighbours' connections, so it comes before any report; among reports the earliest
     counts. SIGABRT comes last: the communication library aborts so when a neighbour is gone.
     """
     vanished, told = [], []
-    for member in failed:
-        report = member.report()
+    for member, report in failed:
         told.append((report, member)) if report else vanished.append(member)
     for member in started:
         # A rank that failed first may still be on its way out while one that failed because of it is gone.
-        if told and member not in failed and (report := member.report()):
+        known = any(member is other for other, _ in failed)
+        if told and not known and (report := member.report()) and not report.returned:
             told.append((report, member))
     sudden = [member for member in vanished if member.process.exitcode != -signal.SIGABRT]
     if told and not sudden:
@@ -299,7 +306,7 @@ def _run_rank(
     try:
         code = function(launcher, *arguments) or 0
         if code:
-            report = _Report(time.monotonic(), "", expected=True, agreed=True)
+            report = _Report(time.monotonic(), "", expected=True, agreed=True, returned=code)
     except BaseException as error:
         report = _Report(time.monotonic(), *failure_message(error))
         code = 1

@@ -192,11 +192,17 @@ def test_results_without_a_configuration_are_not_overwritten(train: Any, tmp_pat
 def test_a_damaged_checkpoint_ends_in_a_message(train: Any, tmp_path: Path) -> None:
     assert train("train.stop_after=3", "grid.tensor=2")[0] == 0
     data = tmp_path / "run" / "checkpoints" / "step-00000003" / "rank-00000.safetensors"
-    data.write_bytes(data.read_bytes()[:-8])
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     code, printed = train(small=False)
     assert code == 1
-    assert "bytes and should have" in printed
-    assert "Traceback" not in printed
+    assert "rank-00000.safetensors: the bytes of " in printed
+    assert "checksum differs" in printed
+    data.write_bytes(whole[:-8])
+    refused, told = train(small=False)
+    assert refused == 2, "its size is wrong: found before anything is started"
+    assert "bytes and should have" in told
+    assert "Traceback" not in printed + told
 
 
 def test_two_jobs_do_not_share_a_folder(train: Any, tmp_path: Path) -> None:
@@ -256,7 +262,7 @@ def test_a_start_whose_checkpoint_cannot_be_loaded_changes_nothing(train: Any, t
     assert train("train.stop_after=3")[0] == 0
     data = next((tmp_path / "run" / "checkpoints").glob("step-*/*.safetensors"))
     whole = data.read_bytes()
-    data.write_bytes(whole[:-8])
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     names = ("config.yaml", "metrics.jsonl", "environment.json")
     before = [(tmp_path / "run" / name).read_bytes() for name in names]
     assert train("optimizer.lr=0.5", "checkpoint.allow_changes=true", small=False)[0] == 1

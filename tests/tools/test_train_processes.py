@@ -4,22 +4,19 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import toy_run
+from toy_jobs import TOY, start, torchrun, wait_for_steps
 from toy_run import SMALL, rows
 
 from gridtron.core.training.metrics import read_rows
 from gridtron.tools.train import main
 
 pytestmark = pytest.mark.usefixtures("toy")
-
-TOY = str(Path(toy_run.__file__).resolve())
 
 
 # -------------------------------------------------------------------- failing ranks
@@ -85,22 +82,6 @@ def test_a_full_disk_ends_in_a_message_and_the_run_goes_on(
 
 
 # -------------------------------------------------------------------- as a command of its own
-def start(tmp_path: Path, *overrides: str, prefix: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
-    command = [*(prefix or (sys.executable,)), TOY, *SMALL, f"run.directory={tmp_path / 'run'}", *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-
-
-def wait_for_steps(tmp_path: Path, count: int, job: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while len(rows(tmp_path)) < count:
-        assert time.monotonic() < deadline
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.05)
-
-
 def test_ctrl_c_leaves_no_process_and_a_run_that_goes_on(tmp_path: Path, train: Any) -> None:
     job = start(tmp_path, "grid.tensor=2", "train.steps=500", "checkpoint.every=2", TOY_DELAY="0.05")
     wait_for_steps(tmp_path, 4, job)
@@ -118,10 +99,6 @@ def test_ctrl_c_leaves_no_process_and_a_run_that_goes_on(tmp_path: Path, train: 
     assert "goes on from" in printed
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 31))
     assert done < 30
-
-
-def torchrun(processes: int) -> tuple[str, ...]:
-    return (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
 
 
 @pytest.mark.case(16)
