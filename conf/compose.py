@@ -29,6 +29,7 @@ from gridtron.conf.schema import (
     schemas_of,
 )
 from gridtron.conf.values import Violation
+from gridtron.conf.warm_start import source_violations, take_model
 
 __all__ = ["Refusal", "check_request", "compose"]
 
@@ -60,10 +61,14 @@ def compose(
     except Refusal as refusal:
         violations += [Violation(line) for line in refusal.violations]
     else:
+        if stored is None:
+            violations += take_model(values, *request.model_by_hand())
         plan, faults = build_plan(values, request.registry)
         violations += [request.files.with_place(fault, plan.choices) for fault in faults]
         plan, more = _finish(plan)
         violations += more
+        if stored is None and not violations:
+            violations += source_violations(plan)
         violations += _independent(check_rules(plan, surroundings or Surroundings.here({})), violations)
     if violations:
         raise Refusal(list(dict.fromkeys(violation.message for violation in violations)))
@@ -86,6 +91,7 @@ class Request:
         registry: what plugins registered.
         stored: the plan of a run that is continued.
         parts: sections for which the command line or the experiment picks a registered part.
+        experiment: the content of the experiment's file.
     """
 
     checked: CheckedOverrides
@@ -93,6 +99,14 @@ class Request:
     registry: Registry
     stored: Mapping[str, Any] | None
     parts: frozenset[str]
+    experiment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def model_by_hand(self) -> tuple[set[str], bool]:
+        """Options of the model that the command line or the experiment sets; whether all of them were picked."""
+        keys = [written.lstrip("+").partition("=")[0] for written in self.checked.accepted]
+        given = {key.split(".")[1] for key in keys if key.startswith("model.")}
+        section = self.experiment.get("model")
+        return given | (set(section) if isinstance(section, Mapping) else set()), "model" in self.checked.groups
 
     def compose(self) -> dict[str, Any]:
         """Nested dictionaries of every option, from the accepted overrides.
@@ -170,7 +184,7 @@ def check_request(
     options = all_options(schemas_of(choices, registry))
     groups = files.groups({section: registry.parts(section) for section in SECTIONS})
     checked = check_overrides(overrides, options, groups, sweep)
-    return Request(checked, files, registry, stored, parts)
+    return Request(checked, files, registry, stored, parts, files.experiment(overrides))
 
 
 def _load_plugins(

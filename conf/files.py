@@ -81,13 +81,13 @@ class ConfigFiles:
         given = _last_value(overrides, "plugins")
         if given is not None:
             return [name for name in re.split(r"[\s,]+", given.strip("[]'\"")) if name]
-        experiment = self._experiment(overrides)
+        experiment = self.experiment(overrides)
         return list(experiment.get("plugins") or []) or None
 
     def chosen_parts(self, overrides: Sequence[str], registry: Any) -> dict[str, dict[str, str]]:
         """Section -> the registered part that the command line, or the chosen experiment, picks for it."""
         chosen = {}
-        for item in self._experiment(overrides).get("defaults") or []:
+        for item in self.experiment(overrides).get("defaults") or []:
             if isinstance(item, Mapping):
                 for key, name in item.items():
                     chosen[str(key).removeprefix("override ").strip().lstrip("/")] = name
@@ -97,7 +97,8 @@ class ConfigFiles:
                 chosen[section] = given
         return {section: {PLUGIN_KEY: name} for section, name in chosen.items() if name in registry.parts(section)}
 
-    def _experiment(self, overrides: Sequence[str]) -> Mapping[str, Any]:
+    def experiment(self, overrides: Sequence[str]) -> Mapping[str, Any]:
+        """The content of the experiment's file that the command line chooses; empty where it chooses none."""
         name = _last_value(overrides, "experiment")
         file = self.option_file("experiment", name) if name else None
         content = _load_yaml(file) if file else {}

@@ -298,6 +298,15 @@ def resume_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         )
 
 
+def init_from_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    if plan.checkpoint.init_from is not None and plan.checkpoint.resume not in ("auto", "never"):
+        yield Violation(
+            f"checkpoint.init_from={plan.checkpoint.init_from} and checkpoint.resume={plan.checkpoint.resume}: a run "
+            "begins with weights alone, or goes on with all of a checkpoint; leave one out",
+            {"checkpoint.init_from", "checkpoint.resume"},
+        )
+
+
 def precision_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     if fault := loss_scale_fault(plan.precision.loss_scale):
         yield Violation(f"precision.loss_scale={plan.precision.loss_scale:g}: {fault}", {"precision.loss_scale"})
@@ -319,6 +328,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     folders_rule,
     data_rule,
     resume_rule,
+    init_from_rule,
 )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gridtron.core.communication import gather_values
+from gridtron.core.errors import JobError
 from gridtron.core.grid import Axis
+from gridtron.core.layout import AXIS_NAMES
 from gridtron.core.pieces import Piece
 from gridtron.parallel.data_parallel.fsdp import cuts_of, is_cut, local_part, shards_of
 from gridtron.parallel.data_parallel.wrapper import DataParallel
@@ -118,3 +120,24 @@ def fill(tensor: Tensor, piece: Piece, source: WeightSource, name: str) -> None:
         offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
         sizes = tuple(stop - start if d == dim else size for d, size in enumerate(shape))
         tensor.narrow(dim, low, high - low).copy_(read(offsets, sizes))
+
+
+Opened = TypeVar("Opened")
+
+
+def agree(open_source: Callable[[], Opened], grid: Grid | None) -> Opened:
+    """What ``open_source`` gives; where it fails on any rank, every rank raises the same.
+
+    Raises:
+        JobError: the first rank's failure.
+    """
+    found, fault = None, None
+    try:
+        found = open_source()
+    except (ValueError, JobError) as error:
+        fault = str(error)
+    told = [fault] if grid is None else gather_values(fault, grid.axis(*AXIS_NAMES))
+    fault = next((text for text in told if text is not None), None)
+    if fault is not None or found is None:
+        raise JobError(str(fault), agreed=True)
+    return found

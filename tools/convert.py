@@ -133,13 +133,22 @@ _PARAMETER = "parameters/"
 
 # -------------------------------------------------------------------- to Hugging Face
 def _to_huggingface(source: Path, target: Path, options: ConvertOptions) -> list[str]:
+    from gridtron.conf.warm_start import stored_config
     from gridtron.core.checkpoint.find import find_checkpoint
+    from gridtron.core.checkpoint.layout import CheckpointError
     from gridtron.core.checkpoint.stored import Stored
+    from gridtron.core.checkpoint.weights import CheckpointWeights
     from gridtron.models.huggingface.writing import save_huggingface
-    from gridtron.tools.sources import CheckpointWeights, checkpoint_config
 
-    stored = Stored(find_checkpoint(source))
-    config = checkpoint_config(stored)
+    try:
+        stored = Stored(find_checkpoint(source))
+    except CheckpointError as fault:
+        if any(source.glob("*.safetensors")) or any(source.glob("*.bin")):
+            raise Refusal([f"{source} has no config.json: a Hugging Face folder has one; get the file again"]) from None
+        raise Refusal([f"{fault}; a Hugging Face folder has a config.json, and this has none"]) from None
+    config = stored_config(stored.manifest, stored.path)
+    if config is None:
+        raise Refusal([f"{stored.path} holds a model of its user's own, which no family of Hugging Face's is"])
     weights = CheckpointWeights(stored)
     _check_names(weights, config, stored.path)
     dtype = _dtype(options.dtype) or weights.dtype(next(iter(weights.shapes)))

@@ -20,6 +20,7 @@ from typing import Any
 from gridtron.conf.refusal import Refusal
 from gridtron.conf.rules import needed_processes
 from gridtron.conf.schema import Plan, plan_from_dict
+from gridtron.conf.warm_start import source_violations
 from gridtron.core.errors import JobError
 from gridtron.core.launch import Launcher, find_launcher, threads_each
 from gridtron.core.layout import AXIS_NAMES, GridSizes, resolve_sizes
@@ -109,6 +110,8 @@ def _decide(
     if isinstance(decision, str):
         print(decision)
         return 0
+    if decision.checkpoint is None and stored is not None and (faults := source_violations(plan)):
+        raise Refusal([fault.message for fault in faults])  # as composing says of a run that begins
     # A run that goes on is rewritten only once its checkpoint is loaded (run_rank): a start that fails changes nothing.
     return (decision if decision.checkpoint else open_run(decision)), lock
 

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def run_rank(launcher: Launcher, decision: Decision) -> int:
 def _train(launcher: Launcher, decision: Decision, interruption: Interruption) -> int:
     from gridtron.core.grid import Grid
     from gridtron.tools.assemble import assemble
+    from gridtron.tools.warm_start import warm_start
 
     plan = plan_from_dict(decision.plan)
     grid = Grid.create(
@@ -59,6 +61,9 @@ def _train(launcher: Launcher, decision: Decision, interruption: Interruption) -
             if decision.own and not plan.checkpoint.allow_changes:
                 check_data(directory, assembly.environment)
             decision = open_run(decision)
+    elif plan.checkpoint.init_from is not None:
+        notes = warm_start(plan, grid, assembly.engine, assembly.environment)
+        decision = replace(decision, notes=(*decision.notes, *notes))
     loggers: list[Logger] = []
     try:
         if grid.rank == 0:

@@ -11,6 +11,11 @@ from gridtron.core.options import option
 class CheckpointConfig:
     every: int = option(0, "steps between checkpoints; 0: only at the end", minimum=0)
     resume: str = option("auto", "auto (the newest in run.directory), never, or the path of a checkpoint", path=True)
+    init_from: str | None = option(
+        None,
+        "weights to begin with where the run has no checkpoint: a Hugging Face folder, a checkpoint, a run's folder",
+        path=True,
+    )
     asynchronous: bool = option(
         False, "write from a copy of the state while training goes on; one save at a time, told when it is on the disk"
     )

@@ -5,17 +5,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gridtron.models.huggingface.settings import config_from_huggingface, config_to_huggingface
+from gridtron.models.huggingface.settings import config_from_huggingface, config_to_huggingface, read_config
 
 if TYPE_CHECKING:
-    from gridtron.models.huggingface.reading import load_huggingface, read_config
+    from gridtron.models.huggingface.reading import load_huggingface
     from gridtron.models.huggingface.writing import save_huggingface
 
 __all__ = ["config_from_huggingface", "config_to_huggingface", "load_huggingface", "read_config", "save_huggingface"]
 
 _LATER = {
     "load_huggingface": "gridtron.models.huggingface.reading",
-    "read_config": "gridtron.models.huggingface.reading",
     "save_huggingface": "gridtron.models.huggingface.writing",
 }
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from gridtron.core.communication import gather_values
-from gridtron.core.layout import AXIS_NAMES
+from gridtron.core.errors import JobError
 from gridtron.models.config import GPTConfig
 from gridtron.models.huggingface.families import BUFFERS, Family, Row
-from gridtron.models.huggingface.folder import CONFIG, Folder, read_json
-from gridtron.models.huggingface.settings import Translation, translate
-from gridtron.parallel.weights import load_weights
+from gridtron.models.huggingface.folder import CONFIG, Folder
+from gridtron.models.huggingface.settings import Translation, read_translation
+from gridtron.parallel.weights import agree, load_weights
 
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
@@ -21,29 +20,6 @@ if TYPE_CHECKING:
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _LISTED = 10
 _HEAD = "head.weight"
-
-
-def read_translation(path: str | Path) -> Translation:
-    """The config.json of a folder, understood.
-
-    Raises:
-        ValueError: see :func:`gridtron.models.huggingface.config_from_huggingface`, with the file's name.
-    """
-    file = Path(path).expanduser() / CONFIG
-    try:
-        return translate(read_json(file))
-    except ValueError as fault:
-        text = str(fault)
-        raise ValueError(text if text.startswith(str(file)) else f"{file}: {text}") from None
-
-
-def read_config(path: str | Path) -> GPTConfig:
-    """The shape of the model in a Hugging Face folder.
-
-    Raises:
-        ValueError: a model that this project does not compute, with every reason.
-    """
-    return read_translation(path).config
 
 
 def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
@@ -157,23 +133,8 @@ def load_huggingface(model: nn.Module, path: str | Path, grid: Grid | None = Non
     Raises:
         ValueError: what does not fit, all of it listed, on every rank alike.
     """
-    load_weights(model, open_weights(path, grid), grid, str(path))
-
-
-def open_weights(path: str | Path, grid: Grid | None = None) -> HuggingFaceWeights:
-    """The folder's weights, or on every rank what is wrong with them on any.
-
-    Raises:
-        ValueError: that.
-    """
-    weights, fault = None, None
     try:
-        weights = HuggingFaceWeights(path)
-    except ValueError as error:
-        fault = str(error)
-    if grid is not None:
-        told = gather_values(fault, grid.axis(*AXIS_NAMES))
-        fault = next((text for text in told if text is not None), None)
-    if fault is not None or weights is None:
-        raise ValueError(fault)
-    return weights
+        weights = agree(lambda: HuggingFaceWeights(path), grid)
+    except JobError as fault:
+        raise ValueError(str(fault)) from None
+    load_weights(model, weights, grid, str(path))

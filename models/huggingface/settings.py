@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from gridtron.models.config import GPTConfig
 from gridtron.models.huggingface.families import FAMILIES, NEVER_MATTER, REQUIRED, Family, Setting
+from gridtron.models.huggingface.folder import CONFIG, read_json
 from gridtron.models.huggingface.rotary_settings import read_rotary, write_rotary
 
 _FLAGS = ("tie_embeddings", "parallel_residual")
@@ -49,6 +51,29 @@ def config_from_huggingface(settings: Mapping[str, Any]) -> GPTConfig:
         ValueError: a family that is not known, and every setting under which the model would compute something else.
     """
     return translate(settings).config
+
+
+def read_translation(path: str | Path) -> Translation:
+    """The config.json of a folder, understood.
+
+    Raises:
+        ValueError: see :func:`gridtron.models.huggingface.config_from_huggingface`, with the file's name.
+    """
+    file = Path(path).expanduser() / CONFIG
+    try:
+        return translate(read_json(file))
+    except ValueError as fault:
+        text = str(fault)
+        raise ValueError(text if text.startswith(str(file)) else f"{file}: {text}") from None
+
+
+def read_config(path: str | Path) -> GPTConfig:
+    """The shape of the model in a Hugging Face folder.
+
+    Raises:
+        ValueError: a model that this project does not compute, with every reason.
+    """
+    return read_translation(path).config
 
 
 def translate(settings: Mapping[str, Any]) -> Translation:
@@ -249,7 +274,7 @@ def _differences(config: GPTConfig, written: Mapping[str, Any], family: Family) 
         read = config_from_huggingface(written)
     except ValueError as fault:
         return str(fault).splitlines()[1:] or [str(fault)]
-    before, after = (asdict(replace(c, **dict.fromkeys(TRAINING_ONLY, 0.0)).resolved()) for c in (config, read))
+    before, after = (asdict(c.resolved()) | dict.fromkeys(TRAINING_ONLY) for c in (config, read))
     return [f"{key}={_show(after[key])}, and this model {_show(before[key])}" for key in before if
             before[key] != after[key]]  # fmt: skip
 

@@ -1,40 +1,17 @@
-"""A checkpoint of this project as a source of weights for another model, run or folder."""
+"""The weights in a checkpoint, for another run, another format: rectangles of them, or one whole at a time."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gridtron.core.checkpoint.layout import CheckpointError
 from gridtron.core.checkpoint.stored import Stored
-from gridtron.models.config import GPTConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 _PARAMETER = "parameters/"
-
-
-def checkpoint_config(stored: Stored) -> GPTConfig:
-    """The shape of the model in a checkpoint.
-
-    Raises:
-        CheckpointError: it does not say, or its model is no GPT of this project.
-    """
-    from gridtron.conf.refusal import Refusal
-    from gridtron.conf.schema import PLUGIN_KEY, plan_from_dict
-
-    plan = stored.manifest.extra.get("plan")
-    model: Any = plan.get("model") if isinstance(plan, dict) else None
-    if not isinstance(model, dict):
-        raise CheckpointError(f"{stored.path} does not say which model it holds; it was written by an older version")
-    if PLUGIN_KEY in model or model.get("build"):
-        named = model.get(PLUGIN_KEY) or model["build"]
-        raise CheckpointError(f"{stored.path} holds a model of its user's own, {named}, whose shape is not known here")
-    try:
-        return plan_from_dict({"model": model}).model
-    except Refusal as refusal:
-        raise CheckpointError(f"{stored.path}: its model cannot be read: {refusal}") from None
 
 
 class CheckpointWeights:
