@@ -76,6 +76,7 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
 
 
 Options = TypeVar("Options")
+_WORDS: Mapping[str, bool | None] = {"null": None, "true": True, "false": False}
 
 
 def read_options(command: str, schema: type[Options], overrides: Sequence[str]) -> Options:
@@ -112,9 +113,9 @@ def read_options(command: str, schema: type[Options], overrides: Sequence[str]) 
 
 
 def _read_value(text: str) -> Any:
-    """Text as it would stand in YAML: null, a number, a list of them, or itself."""
-    if text == "null":
-        return None
+    """Text as it would stand in YAML: null, true, false, a number, a list of them, or itself."""
+    if text in _WORDS:
+        return _WORDS[text]
     if text.startswith("[") and text.endswith("]"):
         return [_read_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
     for kind in (int, float):

@@ -61,12 +61,45 @@ COMMANDS: Mapping[str, Command] = {
         ),
         "ConvertOptions",
     ),
+    "checkpoint": Command(
+        "gridtron.tools.checkpoint.cli",
+        "look into a checkpoint, verify and repair it, compare two, export one file",
+        (
+            "gridtron checkpoint inspect path=runs/mine",
+            "gridtron checkpoint verify path=runs/mine/checkpoints/step-00001000 repair=true",
+            "gridtron checkpoint diff path=runs/mine other=runs/another tolerance=1e-6",
+            "gridtron checkpoint export path=runs/mine target=weights.safetensors dtype=bf16",
+        ),
+    ),
     "doctor": Command("gridtron.tools.doctor", "devices, versions, and what is missing", ("gridtron doctor",)),
     "bench": Command(
         "gridtron.tools.bench.cli",
         "measure against peers, in alternation",
         ("gridtron bench tensor_parallel out=bench.json",),
     ),
+}
+
+
+@dataclass(frozen=True)
+class Word:
+    """The second word of a command.
+
+    Args:
+        module: its ``run(options) -> int`` runs it.
+        options: name of the dataclass in ``module`` that holds its options.
+        meaning: one line.
+    """
+
+    module: str
+    options: str
+    meaning: str
+
+
+CHECKPOINT_WORDS: Mapping[str, Word] = {
+    "inspect": Word("gridtron.tools.checkpoint.inspect", "InspectOptions", "what it holds, from its manifest alone"),
+    "verify": Word("gridtron.tools.checkpoint.verify", "VerifyOptions", "every byte against its checksum; repair"),
+    "diff": Word("gridtron.tools.checkpoint.diff", "DiffOptions", "where two differ, and by how much"),
+    "export": Word("gridtron.tools.checkpoint.export", "ExportOptions", "one safetensors file of it"),
 }
 
 _FOOT = """\
@@ -89,7 +122,7 @@ def print_help(word: str | None) -> int:
     shown = {word: COMMANDS[word]} if word else COMMANDS
     print(f"usage: gridtron {word or 'COMMAND'} [key=value ...] [flags]\n")
     for name, command in shown.items():
-        print(f"  {name:<9}{command.meaning}")
+        print(f"  {name:<11}{command.meaning}")
     print("\nExamples:")
     for command in shown.values():
         for example in command.examples:
@@ -99,8 +132,21 @@ def print_help(word: str | None) -> int:
         schema = getattr(importlib.import_module(COMMANDS[word].module), COMMANDS[word].options or "")
         for line in option_lines(schema):
             print(f"  {line}")
-    print(f"\n{_FOOT}")
+    if word == "checkpoint":
+        print()
+        print_checkpoint_words()
+    else:
+        print(f"\n{_FOOT}")
     return 0
+
+
+def print_checkpoint_words() -> None:
+    """The second words of ``gridtron checkpoint``, each with its options."""
+    for word, described in CHECKPOINT_WORDS.items():
+        print(f"gridtron checkpoint {word}: {described.meaning}")
+        for line in option_lines(getattr(importlib.import_module(described.module), described.options)):
+            print(f"  {line}")
+    print("Exit codes: 0; 1 damaged (verify) or different (diff); 2 the request or the checkpoint was wrong.")
 
 
 def option_lines(schema: type) -> list[str]:

@@ -80,8 +80,8 @@ class Stored:
         """
         entry = self.manifest.tensors[name]
         # What is refused is refused before memory is asked for on the word of the manifest.
-        for file in dict.fromkeys(piece.file for piece in entry.pieces):
-            with self.open(file):
+        for held in dict.fromkeys(piece.file for piece in entry.pieces):
+            with self.open(held):
                 pass
         try:
             whole = torch.empty(entry.shape, dtype=self.dtype(name))

@@ -70,7 +70,7 @@ def test_examples_of_the_page_are_right(word):
         words = example.partition("    ")[0].split()
         assert words[words.index("gridtron") + 1] == word
         arguments = parse_arguments(words[words.index("gridtron") + 2 :])
-        assert all("=" in item or word == "bench" for item in arguments.overrides)
+        assert all("=" in item or word in ("bench", "checkpoint") for item in arguments.overrides)
 
 
 # ---------------------------------------------------------------- flags
@@ -102,7 +102,7 @@ def test_flags_that_are_wrong(words, message):
     [
         (["trian"], "trian: no such command; nearest: train"),
         (["grid.tensor=2"], "a command comes first; nearest: gridtron train grid.tensor=2"),
-        (["zzz"], "there are train, prepare, schedule, doctor, bench"),
+        (["zzz"], "there are train, prepare, schedule, checkpoint, doctor, bench"),
         (["train", "first_run"], "write experiment=first_run"),
         (["train", "--steps=5"], "no such flag"),
         (["train", "data.path=/no/such file, at=all/'x'.txt"], "no such file"),
