@@ -45,10 +45,10 @@ def goes_on(step: int, train: Any, tmp_path: Path, grid: str = "grid.tensor=2") 
 @pytest.mark.parametrize(
     ("number", "whom", "code", "overrides"),
     [
-        (signal.SIGTERM, "parent", 0, ()),
-        (signal.SIGUSR1, "parent", 75, ("launch.preempted_exit=75",)),
-        (signal.SIGUSR1, "a rank", 0, ("checkpoint.asynchronous=true",)),
-        (signal.SIGTERM, "group", 0, ("checkpoint.asynchronous=true", "checkpoint.keep=2")),
+        (signal.SIGTERM, "parent", 0, ("checkpoint.asynchronous=true", "checkpoint.keep=2")),
+        (signal.SIGUSR1, "a rank", 75, ("launch.preempted_exit=75",)),
+        pytest.param(signal.SIGUSR1, "parent", 0, (), marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "group", 0, ("checkpoint.asynchronous=true",), marks=pytest.mark.slow),
     ],
 )
 def test_saves_and_ends(number: Any, whom: str, code: int, overrides: Any, train: Any, tmp_path: Path) -> None:
@@ -64,6 +64,7 @@ def test_saves_and_ends(number: Any, whom: str, code: int, overrides: Any, train
     goes_on(step, train, tmp_path)
 
 
+@pytest.mark.slow
 def test_one_process(train: Any, tmp_path: Path) -> None:
     job = start(tmp_path, *LONG, "launch.preempted_exit=3", TOY_DELAY="0.03")
     wait_for_steps(tmp_path, 2, job)
@@ -73,6 +74,7 @@ def test_one_process(train: Any, tmp_path: Path) -> None:
     goes_on(step, train, tmp_path, "grid.tensor=1")
 
 
+@pytest.mark.slow
 def test_under_torchrun(train: Any, tmp_path: Path) -> None:
     job = start(tmp_path, *LONG, "grid.tensor=2", prefix=torchrun(2), TOY_DELAY="0.03")
     wait_for_steps(tmp_path, 2, job)
@@ -84,6 +86,7 @@ def test_under_torchrun(train: Any, tmp_path: Path) -> None:
     goes_on(step, train, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_finished_whatever_came_at_its_last_step(train: Any, tmp_path: Path) -> None:
     job = start(tmp_path, "train.steps=3", "launch.preempted_exit=9", "grid.tensor=2", TOY_DELAY="1.0")
     wait_for_steps(tmp_path, 2, job)
