@@ -122,7 +122,9 @@ def _gather_stages(
     return {name: found[name] for name in sorted(found, key=lambda name: first[name][0])}
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], grid: Grid | None = None) -> None:
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, Tensor], grid: Grid | None = None, strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Puts each rank's rows of a whole state into ``model``; nothing is changed where anything does not fit.
 
     Every pipeline rank of ``grid`` must call it: together they must know every name.
@@ -131,8 +133,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], grid: Gr
         model: a module, or one wrapped by DataParallel.
         state: name -> whole tensor, as :func:`full_state_dict` gives it.
         grid: the model's grid, where its stages lie on several pipeline ranks.
+        strict: False: parameters that ``state`` lacks keep their values, and names that the model lacks are left out.
+
+    Returns:
+        Missing and unexpected names, on every rank alike; both empty where ``strict``.
 
     Raises:
-        ValueError: missing or unexpected names, or a shape that differs, all of them listed, on every rank alike.
+        ValueError: a shape that differs and, where ``strict``, missing or unexpected names: all of them listed, on
+            every rank alike.
     """
-    load_weights(model, HeldWeights(state), grid)
+    return load_weights(model, HeldWeights(state), grid, strict=strict)

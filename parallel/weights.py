@@ -52,7 +52,13 @@ class HeldWeights:
         return part
 
 
-def load_weights(model: nn.Module, source: WeightSource, grid: Grid | None = None, named: str = "this state") -> None:
+def load_weights(
+    model: nn.Module,
+    source: WeightSource,
+    grid: Grid | None = None,
+    named: str = "this state",
+    strict: bool = True,
+) -> tuple[list[str], list[str]]:
     """Puts each rank's rows of a source's weights into ``model``; nothing is changed where anything does not fit.
 
     Every pipeline rank of ``grid`` must call it: together they must know every name.
@@ -62,40 +68,57 @@ def load_weights(model: nn.Module, source: WeightSource, grid: Grid | None = Non
         source: of all weights and no others.
         grid: the model's grid, where its stages lie on several pipeline ranks.
         named: what the source is, for messages.
+        strict: False: parameters that the source lacks keep their values, and names that the model lacks are left out.
+
+    Returns:
+        Missing and unexpected names, on every rank alike; both empty where ``strict``.
 
     Raises:
-        ValueError: missing or unexpected names, or a shape that differs, all of them listed, on every rank alike.
+        ValueError: a shape that differs and, where ``strict``, missing or unexpected names: all of them listed, on
+            every rank alike.
     """
     axis = Axis("pipeline") if grid is None else grid.pipeline
     if isinstance(model, DataParallel):
         model.reshard()
     parameters = named_parameters(model)
-    _check(parameters, source, axis, named)
+    missing, unexpected = _check(parameters, source, axis, named, strict)
     with torch.no_grad():
         for item in parameters:
+            if item.name in missing:
+                continue
             tensor: Tensor = item.parameter
             piece = Piece(item.sharding, item.axis)
             if is_cut(item.parameter):
                 piece = Piece(item.sharding, item.axis, cuts_of(item.parameter), shards_of(item.parameter))
                 tensor = local_part(item.parameter)
             fill(tensor, piece, source, item.name)
+    return missing, unexpected
 
 
-def _check(parameters: list[NamedParameter], source: WeightSource, axis: Axis, named: str) -> None:
+def _check(
+    parameters: list[NamedParameter], source: WeightSource, axis: Axis, named: str, strict: bool
+) -> tuple[list[str], list[str]]:
     known = {item.name: item.sharding.shape for item in parameters}
-    everywhere = {name for names in gather_values(list(known), axis) for name in names}
-    problems = [f"missing: {name}" for name in known if name not in source.shapes]
-    problems += [f"unexpected: {name}" for name in source.shapes if name not in everywhere]
-    problems += [
-        f"{name} has shape {tuple(source.shapes[name])}, the model's is {shape}"
+    shapes = source.shapes
+    differing = [
+        f"{name} has shape {tuple(shapes[name])}, the model's is {shape}"
         for name, shape in known.items()
-        if name in source.shapes and tuple(source.shapes[name]) != shape
+        if name in shapes and tuple(shapes[name]) != shape
     ]
-    problems = list(dict.fromkeys(problem for found in gather_values(problems, axis) for problem in found))
+    lacking = [name for name in known if name not in shapes]
+    gathered = gather_values((list(known), list(shapes), lacking, differing), axis)
+    everywhere = {name for names, _, _, _ in gathered for name in names}
+    given = dict.fromkeys(name for _, names, _, _ in gathered for name in names)
+    missing = list(dict.fromkeys(name for _, _, names, _ in gathered for name in names))
+    unexpected = [name for name in given if name not in everywhere]
+    problems = list(dict.fromkeys(fault for _, _, _, faults in gathered for fault in faults))
+    if strict:
+        problems = [f"missing: {n}" for n in missing] + [f"unexpected: {n}" for n in unexpected] + problems
     if problems:
         more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         shown = "\n  ".join(problems[:_LISTED] + more)
         raise ValueError(f"{named} is not of this model:\n  {shown}")
+    return missing, unexpected
 
 
 def fill(tensor: Tensor, piece: Piece, source: WeightSource, name: str) -> None:

@@ -22,11 +22,19 @@ class Loaded:
 
     Args:
         extra: the values that were saved with it.
-        left_out: names that it lacks, and names that nobody asked for, where that is allowed.
+        missing, unexpected: names that it lacks, and names that nobody asked for, where that is allowed.
     """
 
     extra: dict[str, Any]
-    left_out: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Both as lines for a person."""
+        from gridtron.core.checkpoint.planning import left_out_names
+
+        return tuple(left_out_names(self.missing, self.unexpected))
 
 
 def load(path: Path, state: Mapping[str, ShardedTensorView], grid: Grid) -> dict[str, Any]:
@@ -83,4 +91,4 @@ def load_part(
         if isinstance(error, CheckpointError):
             raise CheckpointError(str(error), agreed=True) from None
         raise RuntimeError(f"loading {path} failed\n{failure}") from None
-    return Loaded(dict(manifest.extra), planner.left_out)
+    return Loaded(dict(manifest.extra), planner.missing, planner.unexpected)

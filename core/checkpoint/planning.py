@@ -143,7 +143,7 @@ class LoadPlanner(DefaultLoadPlanner):
         manifest: of the checkpoint.
         where: it lies, for messages.
         wanted: the names in the checkpoint that the run must ask for.
-        strict: names that only one side has are an error; else they are listed in ``left_out``.
+        strict: names that only one side has are an error; else they are in ``missing`` and ``unexpected``.
     """
 
     def __init__(self, manifest: Manifest, where: str, wanted: Collection[str], strict: bool) -> None:
@@ -152,7 +152,8 @@ class LoadPlanner(DefaultLoadPlanner):
         self.where = where
         self.wanted = set(wanted)
         self.strict = strict
-        self.left_out: tuple[str, ...] = ()
+        self.missing: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -179,19 +180,18 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         asked = {name for plan in global_plan for name in plan.planner_data[0]}
-        missing = _listing("not in the checkpoint", asked - set(self.manifest.tensors))
-        unexpected = _listing("in the checkpoint and not in this run", self.wanted - asked)
-        different = _listing("different", {fault for plan in global_plan for fault in plan.planner_data[1]})
+        missing, unexpected = sorted(asked - set(self.manifest.tensors)), sorted(self.wanted - asked)
+        different = listing("different", {fault for plan in global_plan for fault in plan.planner_data[1]})
         if different or (self.strict and (missing or unexpected)):
             raise CheckpointError(
                 f"the checkpoint {self.where} is not of this model and optimizer:\n  "
-                + "\n  ".join(missing + unexpected + different),
+                + "\n  ".join([*left_out_names(missing, unexpected), *different]),
                 agreed=True,
             )
-        return [replace(plan, planner_data=missing + unexpected) for plan in global_plan]
+        return [replace(plan, planner_data=(missing, unexpected)) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        self.left_out = tuple(new_plan.planner_data)
+        self.missing, self.unexpected = map(tuple, new_plan.planner_data)
         return new_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -228,7 +228,13 @@ def _difference(name: str, saved: TensorStorageMetadata, entry: ShardEntry) -> s
     return None
 
 
-def _listing(title: str, names: set[str]) -> list[str]:
+def left_out_names(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
+    """Names that only the run has, and names that only the checkpoint has, a line each where there are some."""
+    return listing("not in the checkpoint", missing) + listing("in the checkpoint and not in this run", unexpected)
+
+
+def listing(title: str, names: Collection[str]) -> list[str]:
+    """One line over the first few names; none where there are none."""
     if not names:
         return []
     ordered = sorted(names)

@@ -102,7 +102,7 @@ def test_flags_that_are_wrong(words, message):
     [
         (["trian"], "trian: no such command; nearest: train"),
         (["grid.tensor=2"], "a command comes first; nearest: gridtron train grid.tensor=2"),
-        (["zzz"], "there are train, prepare, schedule, checkpoint, doctor, bench"),
+        (["zzz"], f"there are {', '.join(COMMANDS)}"),
         (["train", "first_run"], "write experiment=first_run"),
         (["train", "--steps=5"], "no such flag"),
         (["train", "data.path=/no/such file, at=all/'x'.txt"], "no such file"),
