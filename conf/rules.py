@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gridtron.conf.checkpoint_rules import checkpoint_violations
 from gridtron.conf.pipeline_rules import schedule_violations
 from gridtron.conf.recompute_rules import recompute_violations
 from gridtron.conf.schema import Plan
@@ -288,23 +289,8 @@ def data_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         yield Violation(fault, {"data.path"})
 
 
-def resume_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
-    value = plan.checkpoint.resume
-    if value not in ("auto", "never") and not Path(value).exists():
-        yield Violation(
-            f"checkpoint.resume={value}: no such checkpoint; give auto, never, or the path of one, as in "
-            "RUN/checkpoints/step-00000100",
-            {"checkpoint.resume"},
-        )
-
-
-def init_from_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
-    if plan.checkpoint.init_from is not None and plan.checkpoint.resume not in ("auto", "never"):
-        yield Violation(
-            f"checkpoint.init_from={plan.checkpoint.init_from} and checkpoint.resume={plan.checkpoint.resume}: a run "
-            "begins with weights alone, or goes on with all of a checkpoint; leave one out",
-            {"checkpoint.init_from", "checkpoint.resume"},
-        )
+def checkpoint_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    return checkpoint_violations(plan)
 
 
 def precision_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
@@ -327,8 +313,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     profile_rule,
     folders_rule,
     data_rule,
-    resume_rule,
-    init_from_rule,
+    checkpoint_rule,
 )
 
 

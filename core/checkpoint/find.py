@@ -11,7 +11,6 @@ from gridtron.core.checkpoint.layout import (
     complete_checkpoints,
     unfinished_checkpoints,
 )
-from gridtron.core.checkpoint.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,11 @@ class Found:
 
 def newest_checkpoint(root: Path) -> Found:
     """Looks through the checkpoints under ``root``: manifest, sizes and headers of files, not their data."""
-    skipped = [
-        f"{path.name}: the job that was writing it ended before it was complete"
-        for path in unfinished_checkpoints(root)
-        if path.suffix == ".tmp"
-    ]
-    complete = complete_checkpoints(root)
+    if not (complete := complete_checkpoints(root)):
+        return Found(None, _interrupted(root))
+    from gridtron.core.checkpoint.stored import Stored  # needs torch: a run that begins does not wait for it
+
+    skipped = list(_interrupted(root))
     for path in reversed(complete):
         try:
             Stored(path).check_files()
@@ -44,7 +42,12 @@ def newest_checkpoint(root: Path) -> Found:
             skipped.append(f"{path.name}: {error}")
             continue
         return Found(path, tuple(skipped), path != complete[-1])
-    return Found(None, tuple(skipped), bool(complete))
+    return Found(None, tuple(skipped), damaged=True)
+
+
+def _interrupted(root: Path) -> tuple[str, ...]:
+    left = (path.name for path in unfinished_checkpoints(root) if path.suffix == ".tmp")
+    return tuple(f"{name}: the job that was writing it ended before it was complete" for name in left)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -19,7 +19,8 @@ data_parallel.zero data_parallel.bucket_bytes data_parallel.shard_size data_para
 precision.mode precision.loss_scale precision.loss_scale_interval
 model.num_layers model.hidden_size model.num_attention_heads model.num_key_value_heads model.head_dim
 model.ffn_hidden_size model.vocab_size model.max_position_embeddings model.normalization model.norm_eps model.position
-model.rope_theta model.rope_scaling model.activation model.bias model.qkv_bias model.tie_embeddings model.dropout
+model.rope_theta model.rope_scaling model.rotary_fraction model.activation model.bias model.qkv_bias
+model.parallel_residual model.tie_embeddings model.dropout
 model.attention_dropout model.init_std model.build
 train.steps train.stop_after train.global_batch_size train.micro_batch_size train.sequence_length train.seed
 train.on_nonfinite train.max_nonfinite train.garbage_collection_every
@@ -28,9 +29,10 @@ optimizer.ns_steps optimizer.grad_clip
 lr_schedule.name lr_schedule.warmup_steps lr_schedule.decay_steps lr_schedule.min_ratio
 data.path data.tokenizer data.held_out data.directory
 evaluation.every evaluation.steps
-checkpoint.every checkpoint.resume checkpoint.allow_changes
+checkpoint.every checkpoint.resume checkpoint.init_from checkpoint.asynchronous checkpoint.copies checkpoint.keep
+checkpoint.keep_every checkpoint.keep_best checkpoint.keep_metric checkpoint.strict checkpoint.allow_changes
 logging.every logging.tensorboard logging.grad_norms logging.trace logging.profile
-launch.processes
+launch.processes launch.preempted_exit
 plugins
 """
 
