@@ -124,7 +124,8 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         if path.is_symlink():
             raise CheckpointError(f"{path} is a link: links in a checkpoint are not followed; copy the file") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a plain file; use another checkpoint")
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path} is not a plain file; use another checkpoint")
         yield file
