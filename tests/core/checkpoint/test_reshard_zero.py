@@ -14,6 +14,7 @@ from gridtron.core import Grid
 from gridtron.core.checkpoint.find import find_checkpoint
 from gridtron.core.checkpoint.layout import step_path
 from gridtron.core.checkpoint.load import load
+from gridtron.core.checkpoint.manifest import Manifest
 from gridtron.core.checkpoint.save import save
 from gridtron.core.optim.config import OptimizerConfig
 
@@ -163,3 +164,31 @@ def test_bits_of_bfloat16_and_its_main_weights_are_kept(first, second, frozen, t
                 assert main.dtype == torch.float32 and torch.equal(main.bfloat16(), tensor)
             else:
                 assert torch.equal(resumed[name], tensor)
+
+
+def save_copied(folder, case):
+    with Grid.create(**case.grid) as grid:
+        engine = build_engine(case, grid, torch.float64)
+        train(engine, case, range(1))
+        save(step_path(Path(folder), 1), engine.state_dict(), {"step": 1}, grid, copies=2)
+
+
+def places_of(folder, case):
+    run_ranks(save_copied, math.prod(case.grid.values()), folder, case)
+    return {name: entry.pieces for name, entry in Manifest.read(find_checkpoint(Path(folder))).tensors.items()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_every_row_that_two_ranks_hold_is_written_twice(zero, tmp_path):
+    """Replicas over data hold all at zero 0 and the weights at zero 1; over tensor what is whole there, over the
+    pipeline the embedding of two stages."""
+    tied = places_of(str(tmp_path / "data"), case_of(zero, (2, 2, 1), "qwen", "adamw"))
+    for name, pieces in tied.items():
+        held_twice = zero == 0 or (zero == 1 and name.startswith("parameters/")) or "norm" in name or "/step" in name
+        for piece in pieces:
+            files = [file for file, _ in piece.places]
+            assert len(files) == len(set(files)) == (2 if held_twice else 1), (name, files)
+    stages = places_of(str(tmp_path / "pipeline"), case_of(zero, (1, 1, 2), "qwen", "adamw"))
+    twice = {name for name, pieces in stages.items() if all(piece.copies for piece in pieces)}
+    assert {name for name in stages if "/embedding." in name} <= twice
+    assert not [name for name in twice if "blocks." in name]
