@@ -6,6 +6,7 @@ Imports transformers, which takes seconds: for few files, and never for tests of
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,7 @@ def all_double() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
+@functools.cache
 def results(name: str, dtype: torch.dtype) -> dict[str, Any]:
     """transformers' logits, mean loss and gradients by their names, computed in ``dtype`` throughout."""
     with all_double() if dtype == torch.float64 else contextlib.nullcontext():

@@ -21,11 +21,6 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 SCALED = ("llama_theta", "llama31", "linear", "dynamic", "yarn", "yarn_set", "neox_one_after_other")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("huggingface")
-
-
 def named(cases):
     """Rows 11 and 39 of the known failures: layouts of q and k, settings of rotary positions."""
     return [
