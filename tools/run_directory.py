@@ -185,8 +185,8 @@ def decide(plan: Plan, stored: Mapping[str, Any] | None, overrides: Sequence[str
     except CheckpointError as error:
         raise Refusal([f"checkpoint.resume={resume}: {error}"]) from None
     if checkpoint is None:
-        notes = (f"{directory} holds no checkpoint: starts from step 1",) if stored is not None else ()
-        notes += tuple(f"skipped {reason}" for reason in found.skipped)
+        began = (f"{directory} holds no checkpoint: starts from step 1",) if stored is not None else ()
+        notes = (*began, *(f"skipped {reason}" for reason in found.skipped))
         return Decision(values, str(directory), overrides=tuple(overrides), notes=notes)
     own = checkpoint.parent == directory / CHECKPOINTS
     before = stored if own else _plan_of(checkpoint)
