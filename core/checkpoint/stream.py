@@ -65,11 +65,13 @@ def write_items(
             checksums = []
             for start in range(0, content.nbytes, BLOCK):
                 # Block by block: what the checksum has brought into the cache is written from there.
-                block = content[start : start + BLOCK]
-                checksums.append(checksum(block))
-                files.write(file, block)
+                with content[start : start + BLOCK] as block:
+                    checksums.append(checksum(block))
+                    files.write(file, block)
             written.append(Written(position, content.nbytes, tuple(checksums)))
             position += content.nbytes
+            # Before the next one is asked for.
+            del tensor, content
         files.sync(file)
     return written
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SMALL = 1e-3
 """An entry so much smaller than the largest of its kind is measured as if it were of this size (DESIGN, rule 1)."""
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 """Elements that are compared at once, in float64."""
 _SHOWN = 20
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _PARAMETERS = "parameters/"
 _DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+_CHUNK = 1 << 16
+"""Elements that are looked at at once."""
 _LARGEST_HEADER = 100_000_000
 """Bytes: readers of safetensors refuse a larger header."""
 
@@ -166,9 +168,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     Raises:
         CheckpointError: finite numbers in it would become infinite.
     """
-    cast = tensor.to(dtype)
-    if int(cast.isinf().sum()) > int(tensor.isinf().sum()):
-        raise CheckpointError(f"{what} has values that {str(dtype).removeprefix('torch.')} cannot hold; use dtype=bf16")
+    cast = tensor.new_empty(tensor.shape, dtype=dtype)
+    source, target = tensor.reshape(-1), cast.view(-1)
+    for start in range(0, source.numel(), _CHUNK):
+        values = source[start : start + _CHUNK]
+        chosen = target[start : start + _CHUNK].copy_(values)
+        if bool((chosen.isinf() & ~values.isinf()).any()):
+            name = str(dtype).removeprefix("torch.")
+            raise CheckpointError(f"{what} has values that {name} cannot hold; use dtype=bf16")
     return cast
 
 
