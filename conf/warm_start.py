@@ -155,14 +155,18 @@ def _differences(config: GPTConfig, source: Source) -> list[Violation]:
     scaling = there["rope_scaling"] or {}
     if there["position"] == "rotary" and scaling.get("rope_type") != "dynamic":
         free.add("max_position_embeddings")
+    names = [name for name in asked if name not in free and asked[name] != there[name]]
+    # What follows from others is not what was asked for.
+    names = [name for name in names if getattr(config, name) is not None] or names
+    if not names:
+        return []
+    listed = ", ".join(f"model.{name}={show(asked[name])} ({show(there[name])} there)" for name in names)
     return [
         Violation(
-            f"model.{name}={show(asked[name])}: checkpoint.init_from={source.path} has {show(there[name])}, and its "
-            "weights make no other model; leave the option out",
-            {f"model.{name}", "checkpoint.init_from"},
+            f"{listed}: the weights of checkpoint.init_from={source.path} make no other model than theirs; leave "
+            f"{'the option' if len(names) == 1 else 'the options'} out",
+            {"checkpoint.init_from", *(f"model.{name}" for name in names)},
         )
-        for name in asked
-        if name not in free and asked[name] != there[name]
     ]
 
 
