@@ -98,15 +98,7 @@ def save_huggingface(
     files.remove(folder)
     files.make_folder(folder)
     try:
-        placed: dict[str, str] = {}
-        for number, group in enumerate(groups):
-            file = SINGLE if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
-            items = [_item(whole, read, dtype, config.head_size) for whole in group]
-            write_items(folder / file, items, files, {"format": "pt"})
-            placed |= {whole.name: file for whole in group}
-        if len(groups) > 1:
-            size = sum(math.prod(whole.shape) for group in groups for whole in group) * dtype.itemsize
-            write_whole(folder / INDEX, _json({"metadata": {"total_size": size}, "weight_map": placed}), files)
+        _write_weights(folder, groups, read, dtype, config.head_size, files)
         for name, text in (tokenizer or {}).items():
             write_whole(folder / name, text, files)
         write_whole(folder / CONFIG, _json(content), files)
@@ -117,6 +109,21 @@ def save_huggingface(
         files.remove(folder)
         raise
     return content
+
+
+def _write_weights(
+    folder: Path, groups: list[list[_Whole]], read: Callable[[str], Tensor], dtype: torch.dtype, head: int, files: Files
+) -> None:
+    """A file for each group, and an index over several."""
+    placed: dict[str, str] = {}
+    for number, group in enumerate(groups):
+        file = SINGLE if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        items = [_item(whole, read, dtype, head) for whole in group]
+        write_items(folder / file, items, files, {"format": "pt"})
+        placed |= {whole.name: file for whole in group}
+    if len(groups) > 1:
+        size = sum(math.prod(whole.shape) for group in groups for whole in group) * dtype.itemsize
+        write_whole(folder / INDEX, _json({"metadata": {"total_size": size}, "weight_map": placed}), files)
 
 
 def _wholes(config: GPTConfig, family: Family) -> list[_Whole]:
