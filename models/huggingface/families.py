@@ -344,7 +344,7 @@ GPT_NEOX = Family(
     {"normalization": "layer_norm", "position": "rotary", "bias": True},
     _PLAIN_ACTIVATIONS,
     only={"attention_bias": (True,)},
-    ignored=frozenset({"classifier_dropout", "is_decoder"}),
+    ignored=frozenset({"classifier_dropout", "is_decoder", "attention_probs_dropout_prob", "hidden_dropout_prob"}),
     rotary=("rotary_emb_base", "rotary_pct", 0.25),
     dropout=("hidden_dropout",),
     whole_heads=True,

@@ -6,10 +6,15 @@ from dataclasses import replace
 import pytest
 from parity import FAMILIES as SHAPES
 
+from gridtron.conf.compose import compose
+from gridtron.conf.files import PACKAGE
+from gridtron.conf.rules import Surroundings
 from gridtron.models import GPTConfig
 from gridtron.models.huggingface import config_from_huggingface, config_to_huggingface, read_config
 from gridtron.models.huggingface.families import FAMILIES
 from gridtron.models.huggingface.settings import translate
+
+SURROUNDINGS = Surroundings(cores=8, data_fault=lambda config: None, folder_fault=lambda folder: None)
 
 LLAMA = {
     "model_type": "llama",
@@ -213,3 +218,54 @@ def test_the_file_is_named(tmp_path):
         read_config(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert isinstance(read_config(str(tmp_path)), GPTConfig)
+
+
+# ---------------------------------------------------------------- as they are published
+_LLAMA31_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+_QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+    "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+_GPT2_124M = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("published", "preset"),
+    [(_LLAMA31_8B, "llama31_8b"), (_QWEN25, "qwen25_0_5b"), (_GPT2_124M, "gpt2_124m")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_published_settings_are_the_presets(published, preset):
+    expected = compose([f"model={preset}", "train.sequence_length=128"], surroundings=SURROUNDINGS).model
+    found = replace(config_from_huggingface(published), dropout=0.0, attention_dropout=0.0)
+    assert found.resolved() == expected.resolved()
+    # And they are written as they were, as far as they matter.
+    written = config_to_huggingface(config_from_huggingface(published))
+    same = {key for key in written if key in published} - {"bos_token_id", "eos_token_id", "sliding_window"}
+    assert len(same) > 10 and {key: written[key] for key in same} == {key: published[key] for key in same}
+
+
+@pytest.mark.parametrize("preset", sorted(file.stem for file in (PACKAGE / "model").glob("*.yaml")))
+def test_every_preset_can_be_written(preset):
+    model = compose([f"model={preset}", "train.sequence_length=128"], surroundings=SURROUNDINGS).model
+    assert config_from_huggingface(config_to_huggingface(model)).resolved() == model.resolved()
