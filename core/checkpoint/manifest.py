@@ -167,8 +167,9 @@ class Manifest:
             _check_size(size, _data_sizes(folder) if size > _SMALL_MANIFEST else (), str(path))
             try:
                 content = file.read(size + 1)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}; use another checkpoint") from None
+            except (OSError, MemoryError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "there is not so much memory"
+                raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from None
         try:
             return _parse(json.loads(_unseal(content).decode(), object_pairs_hook=_without_duplicates))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:

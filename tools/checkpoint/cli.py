@@ -39,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         # ValueError: a path with a NUL in it, which no call of the system takes.
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         return print_refusal(Refusal([printable(reason)]))
+    except MemoryError:
+        return print_refusal(Refusal([f"checkpoint {printable(word)} needs more memory than there is"]))
     except KeyboardInterrupt:
         print("interrupted; nothing was left half-written", file=sys.stderr)
         return 130
