@@ -17,7 +17,7 @@ from gridtron.tools.pages import option_lines
 class BenchOptions:
     shape: str = option(
         "small",
-        "full (24M parameters, 2048 tokens a step), small, both, or tiny (a check of the tool)",
+        "full (24M parameters, 2048 tokens a step; checkpoint: 1 GB), small, both, or tiny (a check of the tool)",
         choices=("full", "small", "both", "tiny"),
     )
     pairs: int = option(20, "counted rounds", minimum=4)
@@ -34,6 +34,7 @@ class BenchOptions:
 
 def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
     """Name -> what runs it."""
+    from gridtron.tools.bench.checkpoint import run as checkpoint
     from gridtron.tools.bench.data_parallel import run as data_parallel
     from gridtron.tools.bench.pipeline import run as pipeline
     from gridtron.tools.bench.start import run as start
@@ -43,6 +44,7 @@ def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
         "tensor_parallel": tensor_parallel,
         "pipeline": pipeline,
         "data_parallel": data_parallel,
+        "checkpoint": checkpoint,
         "start": start,
     }
 

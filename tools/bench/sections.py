@@ -108,7 +108,7 @@ def _run_section(launcher: Launcher, section: Section, pairs: int, warmup: int, 
     sizes: dict[str, Any] = {section.axis: -1}
     with Grid.create(launcher=launcher, device="cpu", **sizes) as grid:
         contenders = [make() for make in section.makers(shape, grid, peers, section.settings)]
-        with _Progress(section.title, warmup + pairs, grid.rank == 0) as advance:
+        with RoundsBar(section.title, warmup + pairs, grid.rank == 0) as advance:
             seconds, losses = alternate(contenders, pairs, warmup, lambda: barrier(grid.axis(section.axis)), advance)
         if grid.rank == 0:
             ratios = [compare(seconds, contenders[0].name, peer.name) for peer in contenders[1:]]
@@ -130,7 +130,7 @@ def _equal(losses: dict[str, list[float]]) -> bool:
     return all(max(column) - min(column) <= _SAME_LOSS for column in columns)
 
 
-class _Progress:
+class RoundsBar:
     """A bar on standard error, where that is a terminal, on rank 0."""
 
     def __init__(self, title: str, rounds: int, shown: bool):
