@@ -26,6 +26,8 @@ TOKENIZER_FILES = (
 
 _LARGEST_JSON = 1 << 28
 _LISTED = 6
+_MAPPED = 1 << 26
+"""Bytes that are read of a file before it is opened anew."""
 
 
 def is_huggingface(path: Path) -> bool:
@@ -70,6 +72,7 @@ class Folder:
         self.path = path
         self.files = _weight_map(path)
         self._opened: dict[str, Any] = {}
+        self._read: dict[str, int] = {}
         missing = sorted({name for name in self.files.values() if not (path / name).is_file()})
         if missing:
             raise ValueError(f"{path}: {INDEX} names files that are not there: {_listing(missing)}; get them again")
@@ -107,7 +110,12 @@ class Folder:
 
     def slice(self, name: str, *ranges: slice) -> Tensor:
         """A rectangle of a tensor, and no more of it in memory."""
-        found: Tensor = self._open(self.files[name]).get_slice(name)[ranges]
+        file = self.files[name]
+        found: Tensor = self._open(file).get_slice(name)[ranges]
+        self._read[file] = self._read.get(file, 0) + found.nbytes
+        if self._read[file] > _MAPPED:
+            # The pages of a mapped file stay with the process until nobody refers to it.
+            del self._opened[file], self._read[file]
         return found
 
 

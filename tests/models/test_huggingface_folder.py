@@ -104,6 +104,13 @@ def test_names_without_their_prefix_and_tables_of_old_files(tmp_path, shape, pre
     assert same(read(tmp_path / "made"), state)
 
 
+def test_files_are_opened_anew_between_slices(tmp_path, monkeypatch):
+    """What was read of a mapped file is let go of after a while, and nothing else changes."""
+    state = write(tmp_path / "made", "neox")
+    monkeypatch.setattr("gridtron.models.huggingface.folder._MAPPED", 0)
+    assert same(read(tmp_path / "made"), state)
+
+
 def test_names_and_shapes_are_all_told(tmp_path):
     write(tmp_path / "made")
 
