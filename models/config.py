@@ -102,6 +102,8 @@ def _rotary_violations(config: GPTConfig) -> list[str]:
         if config.rotary_fraction == 1:
             return []
         return [f"rotary_fraction={config.rotary_fraction} has no effect with position={config.position}; leave it out"]
+    if head < 1:  # fewer entries than heads, which is told
+        return []
     if turning == head and head % 2:
         return [f"head_dim={head} is odd and rotary positions turn pairs; nearest: {head + 1}"]
     if turning % 2 or not turning:

@@ -33,6 +33,8 @@ def read_rotary(settings: Mapping[str, Any], family: Family) -> tuple[dict[str, 
         for key, value in ((base_key, theta), (fraction_key or "partial_rotary_factor", fraction))
         if not _is_number(value)
     ]
+    if not faults and not (theta > 0 and 0 < fraction <= 1):
+        faults.append(f"{base_key}={theta}, rotary part of a head {fraction}: should be above 0, the part at most 1")
     if not faults and fraction_key is None and fraction != 1:
         faults.append(f"partial_rotary_factor={fraction}: a {family.name} of this kind is not known; only 1 is")
     first, second = scaling.pop("rope_type", None), scaling.pop("type", None)

@@ -21,6 +21,7 @@ from gridtron.models.huggingface.rotary_settings import read_rotary, write_rotar
 _FLAGS = ("tie_embeddings", "parallel_residual")
 _NUMBERS = ("norm_eps", "attention_dropout", "init_std")
 _SHOWN = 10
+_LARGEST = 1 << 31
 
 TRAINING_ONLY = ("dropout", "attention_dropout", "init_std")
 """Options that say nothing about what trained weights compute."""
@@ -156,7 +157,7 @@ def _read(setting: Setting, settings: Mapping[str, Any]) -> tuple[Any, str | Non
             fits, wanted = number and (value > 0 or (setting.ours == "init_std" and value == 0)), "a number above 0"
         value = float(value) if fits else value
     else:
-        fits, wanted = type(value) is int and value >= 1, "a whole number from 1"
+        fits, wanted = type(value) is int and 1 <= value < _LARGEST, "a whole number from 1"
         if value is None and setting.default is not REQUIRED:
             return None, None
     return (value, None) if fits else (None, f"{setting.theirs}={_show(value)}: should be {wanted}")
@@ -211,7 +212,7 @@ def _window(settings: Mapping[str, Any], family: Family) -> int | None:
             )
             window = settings.get("sliding_window", 4096)
         window = window if used else None
-    return window if isinstance(window, int) and window > 0 else None
+    return window if type(window) is int and window > 0 else None
 
 
 # -------------------------------------------------------------------- the other way

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from parity import FAMILIES as SHAPES
@@ -13,6 +14,7 @@ from gridtron.models import GPTConfig
 from gridtron.models.huggingface import config_from_huggingface, config_to_huggingface, read_config
 from gridtron.models.huggingface.families import FAMILIES
 from gridtron.models.huggingface.settings import translate
+from gridtron.models.rotary import rotary_frequencies
 
 SURROUNDINGS = Surroundings(cores=8, data_fault=lambda config: None, folder_fault=lambda folder: None)
 
@@ -83,6 +85,34 @@ def test_what_is_not_computed_is_refused_by_name(settings, words):
         config_from_huggingface(settings)
     assert words in str(fault.value)
     assert len(str(fault.value).splitlines()) < 12
+
+
+_ODD: tuple[Any, ...] = (
+    *(None, True, False, -1, 0, 1, 2.5, 1e308, float("inf"), float("nan"), 10**30, "x", "", [], [1], {}, {"a": 1}),
+    *({"rope_type": kind} for kind in ("yarn", "linear", "llama3", "dynamic", ["x"])),
+    *({"rope_type": kind, "factor": factor} for kind in ("yarn", "linear") for factor in (0, -2, None, [], "x")),
+    {"rope_type": "llama3", "factor": 8, "low_freq_factor": True},
+    {"rope_type": "yarn", "factor": 2, "mscale": -1, "mscale_all_dim": 1},
+    {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 0},
+    *({"rope_theta": theta} for theta in ({}, 0, -1.0)),
+)
+
+
+@pytest.mark.parametrize("settings", [LLAMA, MISTRAL, QWEN2, GPT2, NEOX], ids=lambda value: value["model_type"])
+def test_any_value_of_any_key_is_understood_or_refused(settings):
+    """No other failure than the refusal; and what is understood can be written and has angles."""
+    understood = 0
+    for key in {*settings, *FAMILIES[settings["model_type"]].keys(), "unheard_of"}:
+        for value in _ODD:
+            try:
+                config = config_from_huggingface({**settings, key: value})
+            except ValueError:
+                continue
+            understood += 1
+            config_to_huggingface(config, settings["model_type"])
+            if config.position == "rotary":
+                assert rotary_frequencies(config, 16)[0].isfinite().all(), (key, value)
+    assert understood > 30
 
 
 def test_everything_wrong_is_told_at_once():
