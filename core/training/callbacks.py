@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from gridtron.core.checkpoint.layout import CheckpointError
 from gridtron.core.errors import JobError
 from gridtron.core.precision import LOWEST_SCALE
 from gridtron.core.training.protocols import Callback, RunInfo
@@ -93,6 +94,12 @@ class Callbacks:
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         for name, callback in self._by_name():
             if name in states:
+                if not isinstance(states[name], dict):
+                    raise CheckpointError(
+                        f"what the checkpoint holds of the callback {name} is {states[name]!r:.80} and should be an "
+                        "object; use another checkpoint",
+                        agreed=True,
+                    )
                 with _named(callback, "load_state_dict"):
                     callback.load_state_dict(states[name])
 
@@ -154,7 +161,12 @@ class StopOnNonFinite(BaseCallback):
         return {"count": self.count} if self.count else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = int(state["count"])
+        count = state.get("count")
+        if type(count) is not int or not 0 <= count < 1 << 62:
+            raise CheckpointError(
+                f"the checkpoint's number of steps that were not finite is {count!r:.80}; use another", agreed=True
+            )
+        self.count = count
 
 
 def _at_scale(row: Mapping[str, Any]) -> str:

@@ -128,14 +128,14 @@ class TrainingLoop:
         extra, self.left_out = loaded.extra, loaded.left_out
         try:
             progress = {name: extra["progress"][name] for name in ("step", "position", "tokens")}
-            if not all(type(value) is int and value >= 0 for value in progress.values()):
+            if not all(type(value) is int and 0 <= value < 1 << 62 for value in progress.values()):
                 raise ValueError(f"progress is {progress}")
             states, metrics = dict(extra["callbacks"]), dict(extra.get("metrics", {}))
             self._metrics = {str(name): float(value) for name, value in metrics.items()}
             self.progress = Progress(**progress)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
-                f"{path} does not say how far its run was ({error!r}); use another", agreed=True
+                f"{path} does not say how far its run was ({error!r:.200}); use another", agreed=True
             ) from None
         self.callbacks.load_state_dict(states)
         self._saved = self.progress.step if own else None

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import edit_manifest
 from toy_run import Source, ToyEngine
 
 from gridtron.core.checkpoint.layout import CheckpointError, complete_checkpoints, step_path
-from gridtron.core.checkpoint.manifest import seal
 from gridtron.core.data.batch import IGNORE_INDEX, Batch
 from gridtron.core.data.stream import EvaluationStream, TrainingStream
 from gridtron.core.errors import JobError
@@ -127,18 +127,37 @@ def test_checkpoints_every_so_often_and_at_the_end(tmp_path: Path) -> None:
     assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step-00000004", "step-00000006"]
 
 
+PROGRESS = {"step": 1, "position": 0, "tokens": 0}
+
+
 @pytest.mark.parametrize(
-    "extra", [{}, {"progress": {"step": 1}}, {"progress": {"step": -1, "position": 0, "tokens": 0}}]
+    ("extra", "told"),
+    [
+        ({}, "how far"),
+        ({"progress": {"step": 1}}, "how far"),
+        ({"progress": PROGRESS | {"step": -1}}, "how far"),
+        ({"progress": PROGRESS | {"step": 1 << 80}}, "how far"),
+        ({"progress": PROGRESS | {"tokens": "x" * 10_000}}, "how far"),
+        ({"progress": PROGRESS | {"position": True}}, "how far"),
+        ({"progress": [1, 2, 3]}, "how far"),
+        ({"progress": "step"}, "how far"),
+        ({"progress": PROGRESS, "callbacks": 7}, "how far"),
+        ({"progress": PROGRESS, "metrics": {"loss": "x"}}, "how far"),
+        ({"progress": PROGRESS, "metrics": {"loss": 10**400}}, "how far"),
+        ({"progress": PROGRESS, "callbacks": {"StopOnNonFinite": [1]}}, "of the callback StopOnNonFinite is"),
+        ({"progress": PROGRESS, "callbacks": {"StopOnNonFinite": {}}}, "not finite is None"),
+        ({"progress": PROGRESS, "callbacks": {"StopOnNonFinite": {"count": "y" * 10_000}}}, "not finite is 'yyy"),
+        ({"progress": PROGRESS, "callbacks": {"StopOnNonFinite": {"count": -1}}}, "not finite is -1"),
+    ],
 )
-def test_a_checkpoint_without_progress_is_refused(extra: dict[str, Any], tmp_path: Path) -> None:
+def test_values_of_the_run_that_make_no_sense_are_refused(extra: dict[str, Any], told: str, tmp_path: Path) -> None:
     make_loop(tmp_path).run()
     path = step_path(tmp_path / "checkpoints", 6)
-    content = json.loads((path / "manifest.json").read_text())
-    content["extra"] = extra | {"callbacks": {}}
-    content.pop("xxh3")
-    (path / "manifest.json").write_bytes(seal(content))
-    with pytest.raises(CheckpointError, match="how far"):
-        make_loop(tmp_path).resume(path)
+    edit_manifest(path, lambda content: content.update(extra={"callbacks": {}} | extra))
+    loop = make_loop(tmp_path, callbacks=Callbacks([StopOnNonFinite(3, False)]))
+    with pytest.raises(CheckpointError, match=told) as refused:
+        loop.resume(path)
+    assert refused.value.agreed and len(str(refused.value)) < 1000 and "\n" not in str(refused.value)
 
 
 # -------------------------------------------------------------------- rows on disk
