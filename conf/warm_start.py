@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from gridtron.core.checkpoint.manifest import Manifest
     from gridtron.parallel.weights import WeightSource
 
+_LONGEST_KEY = 100
 _FREE = ("dropout", "attention_dropout", "init_std", "rope_theta", "rope_scaling")
 """Options of the model that may differ from the source's: its tensors are the same, and what stretches a context is."""
 
@@ -90,10 +92,27 @@ def stored_config(manifest: Manifest, path: Path) -> GPTConfig | None:
         raise ValueError(f"{path} does not say which model it holds: it was not saved by a run or by gridtron convert")
     if PLUGIN_KEY in model or model.get("build"):
         return None
+    if longest := next((key for key in model if len(key) > _LONGEST_KEY), None):
+        raise ValueError(f"{path}: its model cannot be read: there is no option {longest[:_LONGEST_KEY]}...")
     try:
-        return plan_from_dict({"model": model}).model
+        config = plan_from_dict({"model": model}).model
     except Refusal as refusal:
-        raise ValueError(f"{path}: its model cannot be read: {refusal}") from None
+        raise ValueError(f"{path}: its model cannot be read: {str(refusal)[:300]}") from None
+    _check_size(config, manifest, path)
+    return config
+
+
+def _check_size(config: GPTConfig, manifest: Manifest, path: Path) -> None:
+    """The model is no larger than the tensors beside it: else names, or memory, would be made on the file's word."""
+    held = [math.prod(entry.shape) for name, entry in manifest.tensors.items() if name.startswith("parameters/")]
+    heads = max(config.num_attention_heads, config.kv_heads) * config.head_size
+    positions = config.max_position_embeddings if config.position == "learned" else 0
+    widest = max(config.vocab_size or 0, heads, config.ffn_size, positions)
+    if config.num_layers > len(held) or widest * config.hidden_size > sum(held):
+        raise ValueError(
+            f"{path} says that its model has {config.num_layers} layers and a matrix of {widest} x "
+            f"{config.hidden_size}, and holds {len(held)} parameters of {sum(held)} numbers; use another checkpoint"
+        )
 
 
 def take_model(values: dict[str, Any], given: Collection[str], chosen: bool) -> list[Violation]:

@@ -449,6 +449,32 @@ def test_values_of_the_run_are_taken_for_what_they_are(
     assert EXTRA.keys() == {"progress", "callbacks", "plan"}
 
 
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"num_layers": 10**9, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}, "10000000"),
+        ({"num_layers": 1, "hidden_size": 10**12, "num_attention_heads": 4, "vocab_size": 10**12}, "10000000"),
+        ({"num_layers": "x"}, "model.num_layers"),
+        ([1], "does not say which model"),
+        ({"x" * 100_000: "y" * 100_000}, "cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert", "train"])
+def test_a_model_that_is_larger_than_its_tensors_is_not_made(
+    command: str, model: Any, told: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where names and memory would follow from what the file says of its model."""
+    edit_manifest(folder, lambda content: content["extra"]["plan"].update(model=model))
+    if command == "convert":
+        words = [f"source={folder}", f"target={tmp_path}/converted"]
+    else:
+        words = [f"checkpoint.init_from={folder}", "--cfg", "job"]
+    assert main([command, *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error and len(error.splitlines()) < 12 and len(error) < 5000
+    assert not (tmp_path / "converted").exists()
+
+
 # ---------------------------------------------------------------- memory
 _LIMITED = """
 import json, os, resource, sys
