@@ -48,7 +48,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "model.rope_scaling": ("rope_scaling_factor", "rotary_scaling"),
     "model.rotary_fraction": ("rotary_pct", "partial_rotary_factor", "rotary_percent"),
     "model.activation": ("hidden_act", "activation_function", "act", "swiglu"),
-    "model.bias": ("use_bias", "add_bias_linear", "attention_bias", "mlp_bias"),
+    "model.bias": ("use_bias", "add_bias_linear", "attention_bias"),
     "model.qkv_bias": ("add_qkv_bias",),
     "model.parallel_residual": ("use_parallel_residual", "gpt_j_residual", "parallel_attn"),
     "model.tie_embeddings": ("tie_word_embeddings", "untie_embeddings_and_output_weights", "weight_tying", "tied"),

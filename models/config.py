@@ -31,6 +31,7 @@ class GPTConfig:
     activation: str = option("swiglu", "of the MLP", choices=("swiglu", "gelu", "gelu_tanh", "relu"))
     bias: bool = option(False, "biases in linears and norms of attention and MLP")
     qkv_bias: bool | None = option(None, "bias of the query, key and value projections; null: as bias")
+    mlp_bias: bool | None = option(None, "bias of the MLP's linears; null: as bias")
     parallel_residual: bool = option(False, "attention and MLP both read the layer's input, each normed on its own")
     tie_embeddings: bool = option(False, "the head is the embedding")
     dropout: float = option(0.0, "on the embedding and on each residual branch", minimum=0, below=1)
@@ -59,6 +60,10 @@ class GPTConfig:
     def projection_bias(self) -> bool:
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
+    @property
+    def feed_forward_bias(self) -> bool:
+        return self.bias if self.mlp_bias is None else self.mlp_bias
+
     def resolved(self) -> GPTConfig:
         """The same shape with every null that stands for another value replaced by it: equal shapes are equal."""
         scaling = dict(self.rope_scaling or {})
@@ -71,6 +76,7 @@ class GPTConfig:
             head_dim=self.head_size,
             ffn_hidden_size=self.ffn_size,
             qkv_bias=self.projection_bias,
+            mlp_bias=self.feed_forward_bias,
             rope_theta=self.rope_theta if self.position == "rotary" else 10000.0,
             rope_scaling=None if kind in (None, "default") else {"rope_type": kind, **scaling},
         )

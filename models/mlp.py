@@ -30,10 +30,10 @@ class MLP(nn.Module):
         hidden, ffn = config.hidden_size, config.ffn_size
         self.activation = config.activation
         gated = self.activation == "swiglu"
-        up = {"partition": "column", "bias": config.bias, **linear}
+        up = {"partition": "column", "bias": config.feed_forward_bias, **linear}
         self.gate = TensorParallelLinear(hidden, ffn, **up) if gated else None
         self.up = TensorParallelLinear(hidden, ffn, **up)
-        self.down = TensorParallelLinear(ffn, hidden, partition="row", bias=config.bias, **linear)
+        self.down = TensorParallelLinear(ffn, hidden, partition="row", bias=config.feed_forward_bias, **linear)
 
     def forward(self, x: Float[Tensor, "share batch hidden"]) -> Float[Tensor, "share batch hidden"]:
         if self.gate is None:

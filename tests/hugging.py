@@ -52,6 +52,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SHAPE),
     "llama_theta": ("Llama", {**_SHAPE, "rope_theta": 500000.0}),
     "llama_biases": ("Llama", {**_SHAPE, "attention_bias": True, "mlp_bias": True, "head_dim": 8}),
+    "llama_attention_bias": ("Llama", {**_SHAPE, "attention_bias": True}),
+    "llama_mlp_bias": ("Llama", {**_SHAPE, "mlp_bias": True}),
     "llama_tied": ("Llama", {**_SHAPE, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "llama31": ("Llama", {**_STRETCHED, "rope_theta": 500000.0, "rope_scaling": _LLAMA3}),
     "linear": ("Llama", {**_STRETCHED, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),

@@ -70,13 +70,16 @@ def layer_recomputed_flops(
         return 0
     kept = kept_operators(operations)
     attention = "aten.bmm" if config.attention_dropout > 0 else "aten._scaled_dot_product_flash_attention"
-    product, projection = ("aten.addmm" if bias else "aten.mm" for bias in (config.bias, config.projection_bias))
+    biases = (config.projection_bias, config.bias, config.feed_forward_bias)
+    projection, out, feed_forward = ("aten.addmm" if bias else "aten.mm" for bias in biases)
     width = config.head_size * config.hidden_size
     found = 0 if attention in kept else core
     if projection not in kept:
         found += 2 * width * (config.num_attention_heads + 2 * config.kv_heads)
-    if product not in kept:
-        found += 2 * (width * config.num_attention_heads + mlp_matrix_parameters(config)) - last * stops_early
+    if out not in kept:
+        found += 2 * width * config.num_attention_heads
+    if feed_forward not in kept:
+        found += 2 * mlp_matrix_parameters(config) - last * stops_early
     return found
 
 

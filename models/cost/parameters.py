@@ -30,7 +30,9 @@ def layer_parameters(config: GPTConfig) -> int:
     if config.projection_bias:
         total += width * (config.num_attention_heads + 2 * config.kv_heads)
     if config.bias:
-        total += config.hidden_size + (2 * ffn if config.activation == "swiglu" else ffn) + config.hidden_size
+        total += config.hidden_size
+    if config.feed_forward_bias:
+        total += (2 * ffn if config.activation == "swiglu" else ffn) + config.hidden_size
     return total
 
 
@@ -84,7 +86,9 @@ def rank_layer_parameters(config: GPTConfig, share: TensorShare) -> ParameterCou
     if config.projection_bias:
         others += projected
     if config.bias:
-        others += columns + 2 * hidden
+        others += hidden
+    if config.feed_forward_bias:
+        others += columns + hidden
     return ParameterCount(matrices, others)
 
 

@@ -187,13 +187,12 @@ def _dropout(settings: Mapping[str, Any], family: Family) -> tuple[dict[str, Any
 def _biases(settings: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     if family.biases is None:
         return {}, []
-    attention, mlp = (settings.get(key, False) for key in family.biases)
-    shown = f"{family.biases[0]}={_show(attention)} with {family.biases[1]}={_show(mlp)}"
-    if not (isinstance(attention, bool) and isinstance(mlp, bool)):
-        return {}, [f"{shown}: should be true or false"]
-    if attention != mlp:
-        return {}, [f"{shown}: not computed here; possible: both false, or both true"]
-    return {"bias": attention, "qkv_bias": None}, []
+    values = {key: settings.get(key, False) for key in family.biases}
+    faults = [
+        f"{key}={_show(value)}: should be true or false" for key, value in values.items() if type(value) is not bool
+    ]
+    attention, mlp = values.values()
+    return {"bias": attention, "qkv_bias": None, "mlp_bias": None if mlp == attention else mlp}, faults
 
 
 def _window(settings: Mapping[str, Any], family: Family) -> int | None:
@@ -255,7 +254,7 @@ def _written(config: GPTConfig, family: Family) -> dict[str, Any]:
     written[family.activation_key] = next(named, next(iter(family.activations)))
     written |= dict.fromkeys(family.dropout, config.dropout)
     if family.biases is not None:
-        written |= dict.fromkeys(family.biases, config.bias)
+        written |= dict(zip(family.biases, (config.bias, config.feed_forward_bias), strict=True))
     if family.rotary is not None:
         written |= write_rotary(options, family)
     if family.windows is not None:

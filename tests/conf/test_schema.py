@@ -20,7 +20,7 @@ precision.mode precision.loss_scale precision.loss_scale_interval
 model.num_layers model.hidden_size model.num_attention_heads model.num_key_value_heads model.head_dim
 model.ffn_hidden_size model.vocab_size model.max_position_embeddings model.normalization model.norm_eps model.position
 model.rope_theta model.rope_scaling model.rotary_fraction model.activation model.bias model.qkv_bias
-model.parallel_residual model.tie_embeddings model.dropout
+model.mlp_bias model.parallel_residual model.tie_embeddings model.dropout
 model.attention_dropout model.init_std model.build
 train.steps train.stop_after train.global_batch_size train.micro_batch_size train.sequence_length train.seed
 train.on_nonfinite train.max_nonfinite train.garbage_collection_every

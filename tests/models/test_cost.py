@@ -52,7 +52,9 @@ def test_presets_count_as_published(name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("changes", [{}, {"bias": True}, {"qkv_bias": True}, {"activation": "relu"}, {"num_layers": 5}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"bias": True}, {"qkv_bias": True}, {"mlp_bias": True}, {"activation": "relu"}, {"num_layers": 5}]
+)
 def test_parameters_of_odd_shapes(family, changes):
     config = replace(FAMILIES[family], **changes)
     assert sum(p.numel() for p in GPT(config, device="meta").parameters()) == total_parameters(config)

@@ -49,7 +49,7 @@ def yarn(**more):
         ({"model_type": "lama"}, "model_type='lama' is not known; nearest: llama; known: llama, mistral"),
         ({}, "model_type=None is not known"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act=gelu: not computed here; possible: silu, swish"),
-        ({**LLAMA, "attention_bias": True}, "attention_bias=true with mlp_bias=false: not computed here"),
+        ({**LLAMA, "attention_bias": 1}, "attention_bias=1: should be true or false"),
         ({**LLAMA, "rope_interleaved": True}, "rope_interleaved=true: not computed here; possible: false"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: not computed here; possible: 1.0"),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: a llama"),
@@ -208,7 +208,7 @@ def test_the_family_follows_from_the_shape():
 @pytest.mark.parametrize(
     ("changes", "family", "words"),
     [
-        ({"qkv_bias": False, "bias": True}, None, "no family that is known computes this shape"),
+        ({"mlp_bias": True, "qkv_bias": True}, None, "no family that is known computes this shape"),
         ({"normalization": "layer_norm"}, None, "normalization=rms_norm, and this model layer_norm"),
         ({"parallel_residual": True}, None, "parallel_residual=false, and this model true"),
         ({"rotary_fraction": 0.5}, None, "rotary_fraction=1.0, and this model 0.5"),

@@ -171,9 +171,9 @@ def test_sources_that_are_wrong(tmp_path, capsys, source):
     text = refused(capsys, tmp_path, f"source={tmp_path / 'ours'}", target, "family=gpt2")
     assert "the family gpt2 does not compute this shape" in text and "normalization=layer_norm" in text
     settings = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(settings | {"hidden_act": "relu", "attention_bias": True}))
+    (source / "config.json").write_text(json.dumps(settings | {"hidden_act": "relu", "rope_interleaved": True}))
     text = refused(capsys, tmp_path, f"source={source}", target)
-    assert "hidden_act=relu" in text and "attention_bias=true" in text
+    assert "hidden_act=relu" in text and "rope_interleaved=true" in text
     (source / "config.json").unlink()
     assert "has no config.json" in refused(capsys, tmp_path, f"source={source}", target)
 
