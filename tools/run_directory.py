@@ -18,7 +18,7 @@ from typing import Any
 
 from gridtron.conf.refusal import Refusal
 from gridtron.conf.schema import Plan, plan_to_dict
-from gridtron.core.checkpoint.find import Found, find_checkpoint, newest_checkpoint
+from gridtron.core.checkpoint.find import Found, find_checkpoint, list_reasons, newest_checkpoint
 from gridtron.core.checkpoint.layout import CheckpointError, set_aside_newer, step_of, step_path
 from gridtron.core.checkpoint.manifest import Manifest
 from gridtron.core.files import write_whole
@@ -233,10 +233,9 @@ def _checkpoint(resume: str, directory: Path, found: Found) -> Path | None:
     newest = found.path
     if resume in ("auto", "never"):
         if newest is None and found.damaged:
-            reasons = "".join(f"\n  {reason}" for reason in found.skipped)
             raise CheckpointError(
-                f"no checkpoint of {directory} can be used:{reasons}\nPut one back from a backup, repair one (gridtron "
-                "checkpoint verify), or start anew in another run.directory"
+                f"no checkpoint of {directory} can be used:{list_reasons(found.skipped)}\nPut one back from a "
+                "backup, repair one (gridtron checkpoint verify), or start anew in another run.directory"
             )
         return newest
     named = find_checkpoint(Path(resume).expanduser().absolute())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from gridtron.core.checkpoint.layout import (
     complete_checkpoints,
     unfinished_checkpoints,
 )
+
+_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,40 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / MANIFEST).is_file():
-        return path
+    found = look_for(path).path
+    assert found is not None
+    return found
+
+
+def look_for(path: Path, damaged: bool = False) -> Found:
+    """:func:`find_checkpoint`, with what was skipped.
+
+    Args:
+        path: of a checkpoint, of a run, or of its checkpoints.
+        damaged: of several, the newest by its name, whatever its data files are like.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    # A link in the manifest's place is refused when it is opened.
+    if (path / MANIFEST).is_file() or (path / MANIFEST).is_symlink():
+        return Found(path)
     skipped: tuple[str, ...] = ()
     for root in (path, path / "checkpoints"):
+        if damaged and (complete := complete_checkpoints(root)):
+            return Found(complete[-1])
         found = newest_checkpoint(root)
         if found.path is not None:
-            return found.path
+            return found
         skipped += found.skipped
-    reasons = "".join(f"\n  {reason}" for reason in skipped)
+    why = "" if path.is_dir() else " (there is no such folder)"
     raise CheckpointError(
-        f"{path} holds no complete checkpoint; give the folder of one (step-00000010), or of its run{reasons}"
+        f"{path} holds no complete checkpoint{why}; give the folder of one (step-00000010), or of its run"
+        + list_reasons(skipped)
     )
+
+
+def list_reasons(skipped: Sequence[str]) -> str:
+    """Why checkpoints were skipped, a line each, for the end of a message; the first few, and how many more."""
+    more = [f"and {len(skipped) - _LISTED} more"] if len(skipped) > _LISTED else []
+    return "".join(f"\n  {reason}" for reason in [*skipped[:_LISTED], *more])

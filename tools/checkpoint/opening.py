@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gridtron.conf.refusal import Refusal
-from gridtron.core.checkpoint.find import newest_checkpoint
-from gridtron.core.checkpoint.layout import MANIFEST, CheckpointError, complete_checkpoints
+from gridtron.core.checkpoint.find import look_for
+from gridtron.core.checkpoint.layout import CheckpointError
 from gridtron.core.checkpoint.stored import Stored
 from gridtron.core.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_SHOWN = 3
-"""Reasons that a message lists before the rest is counted."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +46,12 @@ def open_checkpoint(path: str | None, key: str = "path", damaged: bool = False) 
     """
     if path is None:
         raise Refusal([f"{key}=PATH is missing: the folder of a checkpoint (step-00000010), or of its run"])
-    folder = Path(path).absolute()
-    if (folder / MANIFEST).is_file() or (folder / MANIFEST).is_symlink():
-        return Opened(Stored(folder))
-    skipped: tuple[str, ...] = ()
-    for root in (folder, folder / "checkpoints"):
-        if damaged and (complete := complete_checkpoints(root)):
-            return Opened(Stored(complete[-1]))
-        found = newest_checkpoint(root)
-        if found.path is not None:
-            return Opened(Stored(found.path), found.skipped)
-        skipped += found.skipped
-    reasons = [f"\n  {reason}" for reason in skipped[:_SHOWN]]
-    reasons += [f"\n  and {len(skipped) - _SHOWN} more"] if len(skipped) > _SHOWN else []
-    what = "holds no complete checkpoint" if folder.is_dir() else "is no folder"
-    raise Refusal(
-        [f"{key}={printable(path)}: it {what}; give one (step-00000010), or its run's folder{''.join(reasons)}"]
-    )
+    try:
+        found = look_for(Path(path).absolute(), damaged)
+    except CheckpointError as error:
+        raise Refusal([f"{key}={printable(path)}: {error}"]) from None
+    assert found.path is not None
+    return Opened(Stored(found.path), found.skipped)
 
 
 def check_report(out: str | None, stored: Stored) -> None:
