@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
 """What a folder may hold for transformers' AutoTokenizer."""
 
 _LARGEST_JSON = 1 << 28
+_LONGEST_NAME = 500
 _LISTED = 6
 _MAPPED = 1 << 26
 """Bytes that are read of a file before it is opened anew."""
@@ -78,6 +79,9 @@ class Folder:
             raise ValueError(f"{path}: {INDEX} names files that are not there: {_listing(missing)}; get them again")
         if not self.files:
             self.files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        strange = [name for name in self.files if not (name.isprintable() and len(name) <= _LONGEST_NAME)]
+        if strange:
+            raise ValueError(f"{path}: {strange[0]!r:.80} is no tensor's name; get the files again")
         by_file: dict[str, list[str]] = {}
         for name, file in self.files.items():
             by_file.setdefault(file, []).append(name)

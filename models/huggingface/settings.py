@@ -130,7 +130,7 @@ def _unknown(settings: Mapping[str, Any], family: Family) -> list[str]:
             continue
         near = difflib.get_close_matches(key, known, 1, 0.8)
         hint = f"nearest: {near[0]}" if near else "delete it from config.json if it does not change what is computed"
-        found.append(f"{key}={_show(settings[key])}: not known of {family.name}; {hint}")
+        found.append(f"{_show(key)}={_show(settings[key])}: not known of {family.name}; {hint}")
     return found
 
 
@@ -281,7 +281,8 @@ def _differences(config: GPTConfig, written: Mapping[str, Any], family: Family) 
 
 def _show(value: Any) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if text.isprintable() else ascii(text)
 
 
 def _listed(heading: str, faults: list[str]) -> str:

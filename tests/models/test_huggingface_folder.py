@@ -130,6 +130,13 @@ def test_names_and_shapes_are_all_told(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["model.\x1b[2J", "x" * 10**4, "two\nlines"])
+def test_names_that_are_none(tmp_path, name):
+    write(tmp_path / "made")
+    change(tmp_path / "made", lambda tensors: tensors.update({name: torch.ones(1)}))
+    refused(tmp_path / "made", "is no tensor's name")
+
+
 def load_on_rank(path, grid_sizes):
     with Grid.create(**grid_sizes) as grid:
         model = GPT(read_config(path), grid, seed=2)

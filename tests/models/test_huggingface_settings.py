@@ -133,6 +133,14 @@ def test_everything_wrong_is_told_at_once():
         config_from_huggingface(many)
 
 
+def test_what_a_terminal_would_obey_is_not_printed():
+    strange = {"\x1b[2J" + "x" * 10**5: "\n" * 50, "model_type": "llama\x07"}
+    for settings in ({**LLAMA, **strange, "model_type": "llama"}, {**LLAMA, **strange}):
+        with pytest.raises(ValueError) as fault:
+            config_from_huggingface(settings)
+        assert all(line.isprintable() and len(line) < 400 for line in str(fault.value).splitlines())
+
+
 def test_keys_that_do_not_matter_are_passed_over():
     more = {
         "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1,

@@ -7,10 +7,12 @@ import signal
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from gridtron.models import GPT, GPTConfig
 from gridtron.models.huggingface import save_huggingface
 from gridtron.parallel import full_state_dict
+from gridtron.tools.convert import main as convert
 from gridtron.tools.train import main
 
 CONFIG = GPTConfig(
@@ -67,6 +69,7 @@ def test_a_run_begins_with_weights_and_goes_on_without_them(place, capfd):
     assert yaml.safe_load((place / "run" / "config.yaml").read_text())["model"]["hidden_size"] == 16
     environment = json.loads((place / "run" / "environment.json").read_text())
     assert environment["init_from"] == {"path": str(place / "source"), "kind": "qwen2"}
+    weights = load_file(place / "source" / "model.safetensors")
     shutil.rmtree(place / "source")
     code, said = train(capfd, "run", "optimizer.lr=0.0")
     assert code == 0 and "goes on from" in said and "weights from" not in said
@@ -75,6 +78,10 @@ def test_a_run_begins_with_weights_and_goes_on_without_them(place, capfd):
     code, said = train(capfd, "second", "checkpoint.init_from=run", "optimizer.lr=0.0", "train.micro_batch_size=4")
     assert code == 0 and "(checkpoint); the optimizer begins anew" in said
     assert rows(place / "second")[0]["loss"] == pytest.approx(row["loss"], rel=1e-6)
+    # What was trained at rate 0 is written as it was read.
+    assert convert([f"source={place / 'second'}", f"target={place / 'exported'}"]) == 0
+    written = load_file(place / "exported" / "model.safetensors")
+    assert written.keys() == weights.keys() and all(torch.equal(written[key], weights[key]) for key in weights)
     # The same model from its own seed is another: what was equal was not so by chance.
     shape = [f"model.{name}={'null' if value is None else value}" for name, value in vars(CONFIG).items()]
     code, said = train(capfd, "third", *shape, "optimizer.lr=0.0")
