@@ -104,15 +104,6 @@ def test_what_changes_no_tensor_may_differ(sources):
     ("kind", "overrides", "words"),
     [
         ("llama", ["model.hidden_size=32"], "model.hidden_size=32 (16 there): the weights of checkpoint.init_from="),
-        (
-            "llama",
-            ["model.num_layers=3", "model.bias=true"],
-            "model.num_layers=3 (2 there), model.bias=true",
-        ),
-        ("llama", ["model.vocab_size=310"], "model.vocab_size=310 (300 there)"),
-        ("llama", ["model.tie_embeddings=true"], "model.tie_embeddings=true (false there)"),
-        ("llama", ["model.norm_eps=1e-3"], "model.norm_eps=0.001 (1e-05 there)"),
-        ("llama", ["model.num_key_value_heads=4"], "model.num_key_value_heads=4 (2 there)"),
         ("gpt2", ["model.max_position_embeddings=128"], "model.max_position_embeddings=128 (64 there)"),
         ("llama", ["model=small"], "the weights of checkpoint.init_from="),
         ("run", ["model.ffn_hidden_size=25"], "model.ffn_hidden_size=25 (24 there)"),
@@ -127,6 +118,17 @@ def test_what_changes_no_tensor_may_differ(sources):
 )
 def test_what_changes_the_tensors_is_refused_by_name(sources, kind, overrides, words):
     assert words in refused(sources / kind, *overrides)
+
+
+def test_all_that_differs_is_told_at_once(sources):
+    wrong = {
+        "num_layers": ("3", "2"), "bias": ("true", "false"), "vocab_size": ("310", "300"),
+        "norm_eps": ("0.001", "1e-05"), "tie_embeddings": ("true", "false"), "num_key_value_heads": ("4", "2"), "mlp_bias": ("false", "false"),
+    }  # fmt: skip
+    text = refused(sources / "llama", *(f"model.{name}={asked}" for name, (asked, _) in wrong.items()))
+    for name, (asked, there) in wrong.items():
+        assert (f"model.{name}={asked} ({there} there)" in text) == (asked != there)
+    assert text.endswith("leave the options out")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(sources, tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 from parity import FAMILIES as SHAPES
 
 from gridtron.conf.compose import compose
@@ -303,7 +304,11 @@ def test_published_settings_are_the_presets(published, preset):
     assert len(same) > 10 and {key: written[key] for key in same} == {key: published[key] for key in same}
 
 
-@pytest.mark.parametrize("preset", sorted(file.stem for file in (PACKAGE / "model").glob("*.yaml")))
-def test_every_preset_can_be_written(preset):
-    model = compose([f"model={preset}", "train.sequence_length=128"], surroundings=SURROUNDINGS).model
-    assert config_from_huggingface(config_to_huggingface(model)).resolved() == model.resolved()
+def test_every_preset_can_be_written():
+    files = sorted((PACKAGE / "model").glob("*.yaml"))
+    assert len(files) > 15
+    for file in files:
+        values = yaml.safe_load(file.read_text())
+        model = GPTConfig(**{name: float(value) if name == "norm_eps" else value for name, value in values.items()})
+        model = replace(model, vocab_size=model.vocab_size or 256, init_std=0.02)
+        assert config_from_huggingface(config_to_huggingface(model)).resolved() == model.resolved(), file.name
