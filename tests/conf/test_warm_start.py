@@ -122,9 +122,14 @@ def test_what_changes_the_tensors_is_refused_by_name(sources, kind, overrides, w
 
 def test_all_that_differs_is_told_at_once(sources):
     wrong = {
-        "num_layers": ("3", "2"), "bias": ("true", "false"), "vocab_size": ("310", "300"),
-        "norm_eps": ("0.001", "1e-05"), "tie_embeddings": ("true", "false"), "num_key_value_heads": ("4", "2"), "mlp_bias": ("false", "false"),
-    }  # fmt: skip
+        "num_layers": ("3", "2"),
+        "bias": ("true", "false"),
+        "vocab_size": ("310", "300"),
+        "norm_eps": ("0.001", "1e-05"),
+        "tie_embeddings": ("true", "false"),
+        "num_key_value_heads": ("4", "2"),
+        "mlp_bias": ("false", "false"),
+    }
     text = refused(sources / "llama", *(f"model.{name}={asked}" for name, (asked, _) in wrong.items()))
     for name, (asked, there) in wrong.items():
         assert (f"model.{name}={asked} ({there} there)" in text) == (asked != there)
