@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +28,18 @@ class State:
     Args:
         hidden: features; a layer has four square matrices and three of 8/3 the size.
         layers: of them.
+        ranks: rows are a multiple of them: DTensor's shares are even.
     """
 
     hidden: int
     layers: int
+    ranks: int = 2
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Global shape of each tensor by name."""
-        wide = self.hidden * 8 // 3
-        matrices = dict.fromkeys(("q", "k", "v", "out"), (self.hidden, self.hidden))
-        matrices |= {"gate": (wide, self.hidden), "up": (wide, self.hidden), "down": (self.hidden, wide)}
+        hidden, wide = (-(-size // self.ranks) * self.ranks for size in (self.hidden, self.hidden * 8 // 3))
+        matrices = dict.fromkeys(("q", "k", "v", "out"), (hidden, hidden))
+        matrices |= {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
         return {
             f"{prefix}/blocks.{layer}.{name}.weight{suffix}": shape
             for layer in range(self.layers)
@@ -90,7 +92,7 @@ def _run_rank(launcher: Launcher, shape: str, pairs: int, warmup: int, folder: s
     torch.set_num_threads(1)
     records = []
     with Grid.create(tensor=-1, launcher=launcher, device="cpu") as grid:
-        state = STATES[shape]
+        state = replace(STATES[shape], ranks=grid.world_size)
         tensors = _tensors(state, grid)
         parts: dict[str, Callable[[], list[Contender]]] = {
             "save": lambda: [contenders.our_save(*given), contenders.their_save(*given)],
