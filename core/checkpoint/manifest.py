@@ -181,28 +181,35 @@ class Manifest:
 
     def header(self, file: str) -> bytes:
         """The first bytes of a data file: safetensors' header over the pieces in it."""
-        return header_bytes([labelled for _, _, labelled in sorted(self._by_file.get(file, ()))])
+        placed = self.places(file)
+        return header_bytes([(label_of(n, p.offsets), self.tensors[n].dtype, p.sizes) for _, n, p in placed])
+
+    def places(self, file: str) -> Sequence[tuple[int, str, Piece]]:
+        """(first byte, tensor's name, piece) of all that lies in a data file, in its order."""
+        return self._by_file.get(file, ())
 
     @cached_property
-    def _by_file(self) -> Mapping[str, Sequence[tuple[int, int, Labelled]]]:
-        placed: dict[str, list[tuple[int, int, Labelled]]] = defaultdict(list)
+    def _by_file(self) -> Mapping[str, Sequence[tuple[int, str, Piece]]]:
+        placed: dict[str, list[tuple[int, str, Piece]]] = defaultdict(list)
         for name, entry in self.tensors.items():
             for piece in entry.pieces:
-                labelled = (label_of(name, piece.offsets), entry.dtype, piece.sizes)
                 for file, start in piece.places:
-                    placed[file].append((start, entry.bytes_of(piece), labelled))
-        return placed
+                    placed[file].append((start, name, piece))
 
-    def places(self, file: str) -> list[tuple[int, str, Piece]]:
-        """(first byte, tensor's name, piece) of all that lies in a data file, in its order."""
-        found = [
-            (start, name, piece)
-            for name, entry in self.tensors.items()
-            for piece in entry.pieces
-            for place, start in piece.places
-            if place == file
-        ]
-        return sorted(found, key=lambda item: (item[0], item[2].numel))
+        def order(item: tuple[int, str, Piece]) -> tuple[int, FileOrder]:
+            start, name, piece = item  # empty pieces begin where the next one does
+            return start, file_order(DTYPES[self.tensors[name].dtype][1], piece.sizes, name, piece.offsets)
+
+        return {file: sorted(items, key=order) for file, items in placed.items()}
+
+
+FileOrder = tuple[int, bool, str, tuple[int, ...]]
+
+
+def file_order(itemsize: int, sizes: tuple[int, ...], name: str, offsets: tuple[int, ...] = ()) -> FileOrder:
+    """How pieces follow one another in a data file: wider elements first, so that each begins at a multiple of its
+    element; the empty ones of a width before the others."""
+    return -itemsize, 0 not in sizes, name, offsets
 
 
 Labelled = tuple[str, str, tuple[int, ...]]

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from gridtron.core.checkpoint.layout import CheckpointError
-from gridtron.core.checkpoint.manifest import DTYPES, Manifest
+from gridtron.core.checkpoint.manifest import DTYPES, FileOrder, Manifest, file_order
 from gridtron.core.checkpoint.tensors import ShardedTensorView
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ class Part:
         return tuple(self.tensor.shape)
 
     @property
-    def order(self) -> tuple[int, bool, str, tuple[int, ...]]:
-        """In a data file: wider elements first, so that each part begins at a multiple of its element."""
-        return -self.tensor.element_size(), 0 not in self.sizes, self.name, self.offsets
+    def order(self) -> FileOrder:
+        return file_order(self.tensor.element_size(), self.sizes, self.name, self.offsets)
 
 
 class ShardEntry:

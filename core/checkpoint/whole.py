@@ -21,6 +21,7 @@ from gridtron.core.checkpoint.manifest import (
     TensorEntry,
     data_file,
     dtype_code,
+    file_order,
     label_of,
 )
 from gridtron.core.checkpoint.stream import Item, write_items
@@ -83,10 +84,11 @@ def write_checkpoint(
 
 
 def _groups(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], file_bytes: int) -> list[list[str]]:
-    """Names of each data file, wider elements first, so that each tensor begins at a multiple of its element."""
+    """Names of each data file, in its order."""
     groups: list[list[str]] = [[]]
     held = 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, 0 not in item[1][1])):
+    for name in sorted(tensors, key=lambda name: file_order(tensors[name][0].itemsize, tensors[name][1], name)):
+        dtype, shape = tensors[name]
         if held >= file_bytes:
             groups.append([])
             held = 0

@@ -178,3 +178,20 @@ def test_a_manifest_reads_as_it_was_written(tmp_path: Path) -> None:
     found = Manifest.read(folder)
     assert (folder / "manifest.json").read_bytes() == found.to_json()
     assert all(len(piece.copies) == 1 for entry in found.tensors.values() for piece in entry.pieces)
+
+
+@pytest.mark.parametrize("kept", ["all", "empty"])
+def test_empty_tensors_of_every_width(kept: str, tmp_path: Path) -> None:
+    """They begin where the next one does: one order decides when they are written and when they are read."""
+    tensors = {
+        "b": torch.zeros(0, 3),
+        "a.x": torch.zeros(0),
+        "a": torch.zeros(0, dtype=torch.float64),
+        "d": torch.zeros(0, dtype=torch.bfloat16),
+        "a.b": torch.zeros(2, 0),
+    } | ({"c": torch.ones(3)} if kept == "all" else {})
+    path = tmp_path / "step-00000001"
+    write_checkpoint(path, {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, tensors.__getitem__, {})
+    stored = Stored(path)
+    stored.check_files()
+    assert all(torch.equal(stored.tensor(name), tensor) for name, tensor in tensors.items())
