@@ -86,7 +86,11 @@ def test_what_is_read_and_written_again_is_the_same_to_the_bit(name, folder):
     assert all(torch.equal(again[key], tensor) for key, tensor in state.items())
 
 
-@pytest.mark.parametrize("name", named(MODELS))
+OFTEN = ("llama31", "llama_biases", "yarn_set", "mistral", "qwen2_tied", "gpt2", "gpt2_untied", "neox_one_after_other")
+
+
+@pytest.mark.case(11, 39)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in MODELS])
 def test_transformers_loads_what_is_written(name, folder):
     from transformers import AutoModelForCausalLM
 

@@ -14,6 +14,7 @@ from gridtron.core import Grid
 from gridtron.core.files import Files
 from gridtron.models import GPT
 from gridtron.models.huggingface import load_huggingface, read_config, save_huggingface
+from gridtron.models.huggingface.reading import parameter_shapes
 from gridtron.parallel import full_state_dict
 
 SHAPES = {
@@ -23,13 +24,23 @@ SHAPES = {
 }
 
 
-def write(path, shape="llama", **options):
+class Quick(Files):
+    """A disk that is not waited for."""
+
+    def sync(self, file):
+        file.flush()
+
+    def sync_folder(self, path):
+        pass
+
+
+def write(path, shape="llama", files=None, **options):
     """A folder of random weights, and these."""
-    model = GPT(SHAPES[shape], seed=1)
-    state = full_state_dict(model)
-    for number, name in enumerate(state):
-        state[name] = torch.randn(state[name].shape, generator=torch.Generator().manual_seed(number))
-    save_huggingface(path, SHAPES[shape], state.__getitem__, torch.float32, **options)
+    state = {
+        name: torch.randn(sizes, generator=torch.Generator().manual_seed(number))
+        for number, (name, sizes) in enumerate(parameter_shapes(SHAPES[shape]).items())
+    }
+    save_huggingface(path, SHAPES[shape], state.__getitem__, torch.float32, files=files or Quick(), **options)
     return state
 
 
@@ -62,8 +73,7 @@ def refused(path, *words):
     assert same(full_state_dict(model), before)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("shard_bytes", [1, 4000, 10**9])
+@pytest.mark.parametrize(("shape", "shard_bytes"), [("llama", 1), ("neox", 4000), ("gpt2", 4000), ("gpt2", 10**9)])
 def test_one_file_or_many(tmp_path, shape, shard_bytes):
     state = write(tmp_path / "made", shape, shard_bytes=shard_bytes)
     assert same(read(tmp_path / "made"), state)
