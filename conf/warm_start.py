@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from gridtron.parallel.weights import WeightSource
 
 _LONGEST_KEY = 100
+_SHOWN = 6
+"""Tensors named in a message before the rest is counted."""
+
 _FREE = ("dropout", "attention_dropout", "init_std", "rope_theta", "rope_scaling")
 """Options of the model that may differ from the source's: its tensors are the same, and what stretches a context is."""
 
@@ -159,7 +162,10 @@ def source_violations(plan: Plan) -> list[Violation]:
     if own and source.config is not None:
         if found := _differences(plan.model, source):
             return found
-        return [Violation(f"checkpoint.init_from={text}", keys) for text in _tensor_faults(weights, source)]
+        if faults := tensor_faults(weights.shapes, source.config):
+            text = f"{source.path}: not the weights of its model: {', '.join(faults)}"
+            return [Violation(f"checkpoint.init_from={text}", keys)]
+        return []
     if own or source.kind != "checkpoint":
         what = "a model of its user's own" if own else f"a {source.kind}"
         mine = "this project's" if own else "your own"
@@ -189,20 +195,19 @@ def _differences(config: GPTConfig, source: Source) -> list[Violation]:
     ]
 
 
-def _tensor_faults(weights: WeightSource, source: Source) -> list[str]:
+def tensor_faults(found: Mapping[str, tuple[int, ...]], config: GPTConfig) -> list[str]:
+    """How the shapes of weights by name are not those of a model; the first few, and how many more there are."""
     from gridtron.models.huggingface.reading import parameter_shapes
 
-    assert source.config is not None
-    expected, there = parameter_shapes(source.config), weights.shapes
-    faults = [f"missing {name}" for name in expected if name not in there]
-    faults += [f"unexpected {name}" for name in there if name not in expected]
+    expected = parameter_shapes(config)
+    faults = [f"missing {name}" for name in expected if name not in found]
+    faults += [f"unexpected {name}" for name in found if name not in expected]
     faults += [
-        f"{name} of shape {list(there[name])} and not {list(shape)}"
+        f"{name} of shape {list(found[name])} and not {list(shape)}"
         for name, shape in expected.items()
-        if name in there and tuple(there[name]) != shape
+        if name in found and tuple(found[name]) != shape
     ]
-    more = f" and {len(faults) - 6} more" if len(faults) > 6 else ""
-    return [f"{source.path}: not the weights of its model: {', '.join(faults[:6])}{more}"] if faults else []
+    return faults[:_SHOWN] + ([f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])
 
 
 def stretched(plan: Plan, source: Source) -> list[str]:

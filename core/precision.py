@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+FORMATS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""A format's name in options -> torch's."""
 LOWEST_SCALE = 1.0
 """Of a loss: a gradient that is not finite even so is not finite, and no scale would mend it."""
 HIGHEST_SCALE = 2.0**32
@@ -24,7 +27,7 @@ class PrecisionConfig:
         "auto",
         "of weights and activations, with main weights and gradients in fp32 beside bf16 and fp16; auto: bf16 on a GPU "
         "that has it, else fp32",
-        choices=("auto", "fp32", "bf16", "fp16", "fp64"),
+        choices=("auto", *FORMATS),
     )
     loss_scale: float = option(
         65536.0,
@@ -45,7 +48,15 @@ def parameter_dtype(mode: str, device: torch.device) -> torch.dtype:
 
     if mode == "auto":
         mode = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[mode]
+    return dtype_named(mode)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of one of FORMATS."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, FORMATS[name])
+    return dtype
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gridtron.conf.refusal import Refusal
 from gridtron.core.errors import JobError
 from gridtron.core.options import option
+from gridtron.core.precision import FORMATS, dtype_named
 from gridtron.tools.arguments import parse_arguments, print_refusal, read_options
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from gridtron.models.config import GPTConfig
 
 Read = Callable[[str], "Tensor"]
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class ConvertOptions:
     family: str | None = option(
         None, "of a Hugging Face target: llama, mistral, qwen2, gpt2, gpt_neox; null: by the model's shape"
     )
-    dtype: str | None = option(None, "of the target's weights; null: as they are", choices=(*_DTYPES, None))
+    dtype: str | None = option(None, "of the target's weights; null: as they are", choices=(*FORMATS, None))
     shard_bytes: int = option(5 * 10**9, "of one file of a Hugging Face target at most", minimum=1)
 
 
@@ -98,9 +97,10 @@ def _to_checkpoint(source: Path, target: Path, options: ConvertOptions) -> list[
 
     weights = HuggingFaceWeights(source)
     config, shapes = weights.translation.config, weights.shapes
-    dtypes = {
-        name: _dtype(options.dtype) or getattr(torch, DTYPES[weights.dtype(name)][0]) for name in shapes
-    }  # fmt: skip
+    dtypes: dict[str, torch.dtype] = {
+        name: getattr(torch, FORMATS[options.dtype] if options.dtype else DTYPES[weights.dtype(name)][0])
+        for name in shapes
+    }
     plan: dict[str, Any] = {"model": plan_to_dict(Plan(model=config))["model"]}
     if (source / "tokenizer.json").is_file():
         plan["data"] = {"tokenizer": str(source / "tokenizer.json")}
@@ -133,7 +133,7 @@ _PARAMETER = "parameters/"
 
 # -------------------------------------------------------------------- to Hugging Face
 def _to_huggingface(source: Path, target: Path, options: ConvertOptions) -> list[str]:
-    from gridtron.conf.warm_start import stored_config
+    from gridtron.conf.warm_start import stored_config, tensor_faults
     from gridtron.core.checkpoint.find import find_checkpoint
     from gridtron.core.checkpoint.layout import CheckpointError
     from gridtron.core.checkpoint.stored import Stored
@@ -150,8 +150,9 @@ def _to_huggingface(source: Path, target: Path, options: ConvertOptions) -> list
     if config is None:
         raise Refusal([f"{stored.path} holds a model of its user's own, which no family of Hugging Face's is"])
     weights = CheckpointWeights(stored)
-    _check_names(weights, config, stored.path)
-    dtype = _dtype(options.dtype) or weights.dtype(next(iter(weights.shapes)))
+    if faults := tensor_faults(weights.shapes, config):
+        raise Refusal([f"{stored.path} does not hold the weights of its model:", *faults])
+    dtype = dtype_named(options.dtype) if options.dtype else weights.dtype(next(iter(weights.shapes)))
     tokenizer, settings = _tokenizer_files(stored.manifest.extra)
 
     def read(name: str) -> Tensor:
@@ -164,22 +165,6 @@ def _to_huggingface(source: Path, target: Path, options: ConvertOptions) -> list
     family = content["model_type"]
     beside = ", with its tokenizer" if tokenizer else "; no tokenizer.json is known of it"
     return [f"{target}: {family}, {_described(config)}{beside}"]
-
-
-def _check_names(weights: Any, config: GPTConfig, path: Path) -> None:
-    from gridtron.models.huggingface.reading import parameter_shapes
-
-    expected = parameter_shapes(config)
-    problems = [f"missing: {name}" for name in expected if name not in weights.shapes]
-    problems += [f"unexpected: {name}" for name in weights.shapes if name not in expected]
-    problems += [
-        f"{name} has shape {list(weights.shapes[name])} and should have {list(shape)}"
-        for name, shape in expected.items()
-        if name in weights.shapes and weights.shapes[name] != shape
-    ]
-    if problems:
-        more = [f"and {len(problems) - 6} more"] if len(problems) > 6 else []
-        raise Refusal([f"{path} does not hold the weights of its model:", *problems[:6], *more])
 
 
 def _tokenizer_files(extra: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -208,15 +193,6 @@ def _tokenizer_files(extra: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[s
 
 
 # -------------------------------------------------------------------- both
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    if name is None:
-        return None
-    found: torch.dtype = getattr(torch, _DTYPES[name])
-    return found
-
-
 def _described(config: GPTConfig) -> str:
     from gridtron.models.cost.parameters import total_parameters
 

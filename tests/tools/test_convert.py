@@ -188,7 +188,7 @@ def test_a_checkpoint_of_something_else(tmp_path, capsys):
     assert "a model of its user's own" in refused(capsys, tmp_path, f"source={tmp_path / 'own'}", target)
     short = {name: tensor for name, tensor in state.items() if name != "parameters/head.weight"}
     write_run(tmp_path / "short", {"plan": plan_to_dict(Plan(model=LLAMA))}, short)
-    assert "missing: head.weight" in refused(capsys, tmp_path, f"source={tmp_path / 'short'}", target)
+    assert "missing head.weight" in refused(capsys, tmp_path, f"source={tmp_path / 'short'}", target)
     write_run(tmp_path / "bad", {"plan": {"model": {"num_layers": "many"}}}, state)
     assert "model.num_layers=many" in refused(capsys, tmp_path, f"source={tmp_path / 'bad'}", target)
     write_run(tmp_path / "run", {"plan": plan_to_dict(Plan(model=replace(LLAMA, parallel_residual=True)))}, state)
