@@ -501,7 +501,7 @@ def all_of(folder):
     return codes
 
 found = {{"sound": all_of("sound")}}
-limit = 1024 * kilobytes("VmSize") + (200 << 20)
+limit = 1024 * kilobytes("VmSize") + (120 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 for folder in sys.argv[1:]:
     found[folder] = all_of(folder)
@@ -510,11 +510,11 @@ Path("found.json").write_text(json.dumps(found))
 
 
 def plant_large_tensor(folder: Path) -> None:
-    """A tensor of half a gigabyte that is really there, in a file of holes, with the checksums of its zeros."""
+    """A tensor of 256 MB that is really there, in a file of holes, with the checksums of its zeros."""
     from gridtron.core.checkpoint.manifest import BLOCK, Piece, TensorEntry
     from gridtron.core.checkpoint.stream import checksum
 
-    size = 1 << 29
+    size = 1 << 28
     checks = (checksum(memoryview(bytes(BLOCK))),) * (size // BLOCK)
     entry = TensorEntry("U8", (size,), (Piece((0,), (size,), RANKS[0], 0, checks),))
     header = Manifest({"large": entry}, {RANKS[0]: size}, {}).header(RANKS[0])
@@ -526,12 +526,12 @@ def plant_large_tensor(folder: Path) -> None:
 
 
 def test_no_memory_is_taken_on_the_word_of_a_file(sound: Path, tmp_path: Path) -> None:
-    """In a process that may have 200 MB more than it has."""
+    """In a process that may have 120 MB more than it has."""
     for name in ("sound", "long", "many", "lying"):
         shutil.copytree(sound, tmp_path / name)
     os.truncate(tmp_path / "long" / MANIFEST, 300 << 20)
-    # Fifteen megabytes of text that would be hundreds of megabytes of objects.
-    (tmp_path / "many" / MANIFEST).write_bytes(sealed_text(' "extra": [' + "[]," * 5_000_000 + "[]]}"))
+    # Eight megabytes of text that would be hundreds of megabytes of objects.
+    (tmp_path / "many" / MANIFEST).write_bytes(sealed_text(' "extra": [' + "[]," * 2_500_000 + "[]]}"))
     with (tmp_path / "lying" / RANKS[0]).open("r+b") as file:
         file.write((1 << 63).to_bytes(8, "little"))
     plant_large_tensor(tmp_path / "large")
