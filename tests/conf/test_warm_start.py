@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import parity
 import pytest
 import torch
 
@@ -13,30 +14,12 @@ from gridtron.conf.warm_start import find_source, source_violations
 from gridtron.core.checkpoint.config import CheckpointConfig
 from gridtron.core.checkpoint.layout import step_path
 from gridtron.core.checkpoint.whole import write_checkpoint
-from gridtron.models import GPT, GPTConfig
+from gridtron.models import GPT
 from gridtron.models.huggingface import save_huggingface
 from gridtron.parallel import full_state_dict
 
-LLAMA = GPTConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    ffn_hidden_size=24,
-    vocab_size=300,
-    max_position_embeddings=64,
-    rope_theta=5e5,
-)
-GPT2 = replace(
-    LLAMA,
-    num_key_value_heads=None,
-    normalization="layer_norm",
-    position="learned",
-    activation="gelu_tanh",
-    bias=True,
-    tie_embeddings=True,
-    rope_theta=1e4,
-)
+SHAPE = {"num_attention_heads": 4, "head_dim": None, "ffn_hidden_size": 24, "vocab_size": 300}
+LLAMA, GPT2 = replace(parity.LLAMA, rope_theta=5e5, **SHAPE), replace(parity.GPT2, **SHAPE)
 SURROUNDINGS = Surroundings(cores=8, data_fault=lambda config: None, folder_fault=lambda folder: None)
 SHORT = ("train.sequence_length=32",)
 

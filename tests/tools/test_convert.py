@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 
+import parity
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,28 +14,13 @@ from gridtron.conf.schema import Plan, plan_to_dict
 from gridtron.core.checkpoint.layout import step_path
 from gridtron.core.checkpoint.stored import Stored
 from gridtron.core.checkpoint.whole import write_checkpoint
-from gridtron.models import GPT, GPTConfig
+from gridtron.models import GPT
 from gridtron.models.huggingface import save_huggingface
 from gridtron.parallel import full_state_dict
 from gridtron.tools.cli import main
 
-LLAMA = GPTConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    ffn_hidden_size=24,
-    vocab_size=101,
-    max_position_embeddings=64,
-)
-NEOX = replace(
-    LLAMA,
-    num_key_value_heads=None,
-    normalization="layer_norm",
-    activation="gelu",
-    bias=True,
-    parallel_residual=True,
-    rotary_fraction=0.5,
+LLAMA, NEOX = (
+    replace(config, num_attention_heads=4, head_dim=None, ffn_hidden_size=24) for config in (parity.LLAMA, parity.NEOX)
 )
 
 

@@ -3,30 +3,21 @@
 import json
 import shutil
 import signal
+from dataclasses import replace
 
+import parity
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-from gridtron.models import GPT, GPTConfig
+from gridtron.models import GPT
 from gridtron.models.huggingface import save_huggingface
 from gridtron.parallel import full_state_dict
 from gridtron.tools.convert import main as convert
 from gridtron.tools.train import main
 
-CONFIG = GPTConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    ffn_hidden_size=24,
-    vocab_size=260,
-    max_position_embeddings=64,
-    qkv_bias=True,
-    tie_embeddings=True,
-    init_std=0.3,
-)
+CONFIG = replace(parity.FAMILIES["qwen"], num_attention_heads=4, head_dim=None, ffn_hidden_size=24, vocab_size=260)
 
 
 @pytest.fixture
