@@ -193,11 +193,13 @@ def sequence_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
             f"needs; nearest: sequence_length {lengths}, tensor {divisor}, or grid.sequence_parallel=false",
             {"train.sequence_length", "grid.tensor", "grid.sequence_parallel"},
         )
-    if _is_gpt(plan) and plan.model.position == "learned" and length > plan.model.max_position_embeddings:
+    if _is_gpt(plan) and length > plan.model.max_position_embeddings:
         longest = plan.model.max_position_embeddings
+        learned = plan.model.position == "learned"
         yield Violation(
-            f"train.sequence_length={length}: learned positions end at model.max_position_embeddings={longest}; "
-            f"nearest: train.sequence_length={longest}",
+            f"train.sequence_length={length}: {'learned positions end at' if learned else 'the longest sequence is'} "
+            f"model.max_position_embeddings={longest}; nearest: train.sequence_length={longest}"
+            + ("" if learned else f", or model.max_position_embeddings={length}"),
             {"train.sequence_length", "model.max_position_embeddings", "model.position"},
         )
 

@@ -158,8 +158,9 @@ def _closest(value: Any, choices: tuple[Any, ...]) -> Any:
         numbers = [choice for choice in choices if isinstance(choice, (int, float))]
         if numbers:
             return min(numbers, key=lambda choice: abs(choice - value))
-    close = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in choices], 1, 0)
-    return close[0] if close else choices[0]
+    by_text = {show(choice): choice for choice in choices}
+    close = difflib.get_close_matches(str(value).lower(), by_text, 1, 0)
+    return by_text[close[0]] if close else choices[0]
 
 
 def _nearest_text(value: Any, annotation: Any, metadata: Mapping[str, Any]) -> str:

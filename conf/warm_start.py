@@ -35,12 +35,14 @@ class Source:
         kind: for people: a family of Hugging Face's, or "checkpoint".
         config: the shape; None: of a model of its user's own.
         notes: what a person should know.
+        window: the longest sequence for which this decoder is theirs; None: any.
     """
 
     path: Path
     kind: str
     config: GPTConfig | None
     notes: tuple[str, ...] = ()
+    window: int | None = None
 
     def weights(self) -> WeightSource:
         """What ranks read from.
@@ -70,17 +72,19 @@ def find_source(text: str) -> Source:
     path = Path(text).expanduser().absolute()
     if is_huggingface(path):
         translation = read_translation(path)
-        return Source(path, translation.family.name, translation.config, translation.notes)
-    from gridtron.core.checkpoint.find import find_checkpoint
+        return Source(path, translation.family.name, translation.config, translation.notes, translation.window)
+    from gridtron.core.checkpoint.find import look_for
     from gridtron.core.checkpoint.layout import CheckpointError
     from gridtron.core.checkpoint.manifest import Manifest
 
     try:
-        found = find_checkpoint(path)
+        found = look_for(path)
     except CheckpointError as fault:
         what = "no such folder" if not path.is_dir() else f"neither Hugging Face's (no config.json), nor: {fault}"
         raise ValueError(f"{path}: {what}") from None
-    return Source(found, "checkpoint", stored_config(Manifest.read(found), found))
+    assert found.path is not None
+    skipped = tuple(f"skipped {reason}" for reason in found.skipped)
+    return Source(found.path, "checkpoint", stored_config(Manifest.read(found.path), found.path), skipped)
 
 
 def stored_config(manifest: Manifest, path: Path) -> GPTConfig | None:
@@ -180,6 +184,15 @@ def _differences(config: GPTConfig, source: Source) -> list[Violation]:
     scaling = there["rope_scaling"] or {}
     if there["position"] == "rotary" and scaling.get("rope_type") != "dynamic":
         free.add("max_position_embeddings")
+    if source.window is not None and config.max_position_embeddings > source.window:
+        return [
+            Violation(
+                f"model.max_position_embeddings={config.max_position_embeddings}: attention in the weights of "
+                f"checkpoint.init_from={source.path} sees a window of {source.window}, and longer sequences would make "
+                f"another model of them; nearest: {source.window}",
+                {"checkpoint.init_from", "model.max_position_embeddings"},
+            )
+        ]
     names = [name for name in asked if name not in free and asked[name] != there[name]]
     # What follows from others is not what was asked for.
     names = [name for name in names if getattr(config, name) is not None] or names

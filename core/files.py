@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,12 +23,14 @@ class Files:
 
     def write(self, file: BinaryIO, content: Any) -> None:
         """All of ``content``, bytes or a view of them."""
-        file.write(content)
+        with _naming(file):
+            file.write(content)
 
     def sync(self, file: BinaryIO) -> None:
         """Returns when what was written is on the disk."""
-        file.flush()
-        os.fsync(file.fileno())
+        with _naming(file):
+            file.flush()
+            os.fsync(file.fileno())
 
     def sync_folder(self, path: Path) -> None:
         """Makes the names inside a folder durable, where the file system can."""
@@ -51,6 +54,15 @@ class Files:
                 path.unlink()
 
 
+@contextlib.contextmanager
+def _naming(file: BinaryIO) -> Iterator[None]:
+    """What fails in a write does not say of itself which file it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from None
+
+
 def write_whole(path: Path, content: bytes, files: Files | None = None) -> None:
     """Writes a file that exists under its name only with all its bytes on disk."""
     files = files or Files()
@@ -63,6 +75,5 @@ def write_whole(path: Path, content: bytes, files: Files | None = None) -> None:
         files.rename(unfinished, path)
     except OSError as error:
         files.remove(unfinished)
-        # What fails in a write does not say which file it was.
         raise OSError(error.errno, error.strerror, str(path)) from None
     files.sync_folder(path.parent)

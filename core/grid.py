@@ -294,7 +294,10 @@ class Grid:
             if group is None and len(ranks) > 1 and self.mesh is not None:
                 import torch.distributed as dist
 
-                group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+                # Groups made by their members alone are named by how many groups a rank has: after :meth:`part` that
+                # differs over the grid, so that one over all of it takes its name from what all have made together.
+                alone = len(ranks) < self.world_size
+                group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=alone)
             self._axes[key] = Axis(key, len(ranks), ranks.index(self.rank), ranks, group)
         return self._axes[key]
 

@@ -6,6 +6,7 @@ One process, a few tensors in memory at a time; the target has its name only whe
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,12 +67,12 @@ def convert(options: ConvertOptions) -> list[str]:
     Raises:
         ValueError, JobError: what is wrong; nothing is left of the target.
     """
-    if missing := [name for name in ("source", "target") if getattr(options, name) is None]:
+    if missing := [name for name in ("source", "target") if not getattr(options, name)]:
         raise Refusal([f"{name}= is missing: gridtron convert source=PATH target=PATH" for name in missing])
     source, target = (Path(text or "").expanduser().absolute() for text in (options.source, options.target))
     if not source.is_dir():
         raise Refusal([f"source={source}: {'it is a file' if source.exists() else 'no such folder'}; give a folder"])
-    if target.exists():
+    if os.path.lexists(target):
         raise Refusal([f"target={target} exists; give another folder, or move it away"])
     from gridtron.models.huggingface.folder import is_huggingface
 
@@ -79,6 +80,10 @@ def convert(options: ConvertOptions) -> list[str]:
         if options.family is not None:
             raise Refusal(
                 [f"family={options.family} is of a Hugging Face target, and that is the source; leave it out"]
+            )
+        if options.shard_bytes != ConvertOptions.shard_bytes:
+            raise Refusal(
+                [f"shard_bytes={options.shard_bytes} is of a Hugging Face target, and that is the source; leave it out"]
             )
         return _to_checkpoint(source, target, options)
     return _to_huggingface(source, target, options)
@@ -134,14 +139,16 @@ _PARAMETER = "parameters/"
 # -------------------------------------------------------------------- to Hugging Face
 def _to_huggingface(source: Path, target: Path, options: ConvertOptions) -> list[str]:
     from gridtron.conf.warm_start import stored_config, tensor_faults
-    from gridtron.core.checkpoint.find import find_checkpoint
+    from gridtron.core.checkpoint.find import look_for
     from gridtron.core.checkpoint.layout import CheckpointError
     from gridtron.core.checkpoint.stored import Stored
     from gridtron.core.checkpoint.weights import CheckpointWeights
     from gridtron.models.huggingface.writing import save_huggingface
 
     try:
-        stored = Stored(find_checkpoint(source))
+        found = look_for(source)
+        assert found.path is not None
+        stored = Stored(found.path)
     except CheckpointError as fault:
         if any(source.glob("*.safetensors")) or any(source.glob("*.bin")):
             raise Refusal([f"{source} has no config.json: a Hugging Face folder has one; get the file again"]) from None
@@ -164,7 +171,8 @@ def _to_huggingface(source: Path, target: Path, options: ConvertOptions) -> list
         )  # fmt: skip
     family = content["model_type"]
     beside = ", with its tokenizer" if tokenizer else "; no tokenizer.json is known of it"
-    return [f"{target}: {family}, {_described(config)}{beside}"]
+    skipped = [f"skipped {reason}" for reason in found.skipped]
+    return [*skipped, f"{target}: {family}, {_described(config)}{beside}"]
 
 
 def _tokenizer_files(extra: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -179,6 +187,7 @@ def _tokenizer_files(extra: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[s
         return {}, {}
     path = Path(named)
     found = {name: (path.parent / name).read_bytes() for name in TOKENIZER_FILES if (path.parent / name).is_file()}
+    ids = _special_ids(path.parent)
     found["tokenizer.json"] = path.read_bytes()
     try:
         end = load_tokenizer(named).end_of_document
@@ -189,7 +198,21 @@ def _tokenizer_files(extra: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[s
         if end is not None:
             described["eos_token"] = load_tokenizer(named).decode([end])
         found["tokenizer_config.json"] = (json.dumps(described, indent=2) + "\n").encode()
-    return found, {"eos_token_id": end}
+    return found, {"eos_token_id": end, **ids}
+
+
+def _special_ids(folder: Path) -> dict[str, Any]:
+    """Ids that a config.json beside the tokenizer gives to its first, last and filling tokens."""
+    from gridtron.models.huggingface.folder import CONFIG, read_json
+
+    if not (folder / CONFIG).is_file():
+        return {}
+    try:
+        settings = read_json(folder / CONFIG)
+    except ValueError:
+        return {}
+    told = {key: settings.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {key: value for key, value in told.items() if value is not None}
 
 
 # -------------------------------------------------------------------- both

@@ -26,10 +26,20 @@ from gridtron.conf.refusal import Refusal
 from gridtron.conf.schema import Option, all_options, schemas_of
 from gridtron.core.launch import find_launcher
 from gridtron.core.supervise import end_with_parent
+from gridtron.core.training.interruption import ASKED_BY
 from gridtron.tools.arguments import Arguments, print_refusal
 
 _PATIENCE = 40.0
 """Seconds that an interrupted job has to end its ranks."""
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal asked the sweep to stop; ``code`` is how the job ended that ran."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = signal.Signals(number)
+        self.code: int | None = None
 
 
 @dataclass
@@ -43,7 +53,8 @@ def run_sweep(arguments: Arguments, train: Sequence[str] = (sys.executable, "-m"
     """Runs every combination of the values given, each by the command ``train`` followed by its overrides.
 
     Returns:
-        0; 1 if a job failed; 2 if the request is wrong; 130 after Ctrl-C.
+        0; 1 if a job failed; 2 if the request is wrong; 130 after Ctrl-C. After SIGTERM or SIGUSR1, which the job that
+        runs is given to save and stop by: its exit code (``launch.preempted_exit``), or 128 plus the signal's number.
     """
     try:
         if arguments.show:
@@ -66,6 +77,13 @@ def run_sweep(arguments: Arguments, train: Sequence[str] = (sys.executable, "-m"
     try:
         with _interruptible():
             _run_hydra(job, request, [_for_hydra(written, options) for written in overrides], directory)
+    except _Stopped as stop:
+        print(
+            f"gridtron: the sweep was stopped by {stop.number.name}; the same command, with "
+            f"run.directory={directory}, goes on",
+            file=sys.stderr,
+        )
+        return 128 + stop.number if stop.code is None else stop.code
     except KeyboardInterrupt:
         print("gridtron: the sweep was interrupted", file=sys.stderr)
         return 130
@@ -117,36 +135,56 @@ def _job(train: Sequence[str], directories: Sequence[str], records: JobRecords) 
 
 
 def _run_job(command: Sequence[str], folder: str) -> int:
-    """Runs one job to its end; on Ctrl-C or SIGTERM ends it before the sweep ends. Returns its exit code."""
+    """Runs one job to its end, or until the sweep is to end: then it ends first. Returns its exit code."""
     process = subprocess.Popen(command, cwd=folder, preexec_fn=partial(end_with_parent, signal.SIGTERM))
     try:
         return process.wait()
+    except _Stopped as stop:
+        process.send_signal(stop.number)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            _end(process)
+            raise
+        stop.code = 128 - code if code < 0 else code
+        raise
     except KeyboardInterrupt:
-        # From a terminal the job has had its Ctrl-C as well. SIGTERM, since a shell's background jobs ignore SIGINT.
+        # From a terminal the job has had its Ctrl-C as well.
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # SIGTERM, since a shell's background jobs ignore SIGINT; twice, since the first one asks a run to save.
+    for patience in (0.5, _PATIENCE):
         process.terminate()
         try:
-            process.wait(_PATIENCE)
-        except (KeyboardInterrupt, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait()
-        raise
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+        except KeyboardInterrupt:
+            break
+        return
+    process.kill()
+    process.wait()
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does, so that the job that runs is ended too."""
+    """SIGTERM and SIGUSR1 interrupt as Ctrl-C does, so that the job that runs is told."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise _Stopped(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in ASKED_BY}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run_hydra(job: Callable[[Any], None], request: Request, overrides: list[str], directory: Path) -> None:

@@ -224,8 +224,9 @@ def _facts(grid: Grid, environment: dict[str, Any]) -> dict[str, Any]:
 
 def _say_end(loop: TrainingLoop, step: int, directory: Path) -> None:
     if loop.stopped_by is not None:
+        kept = "saved" if step else "nothing to save"
         print(
-            f"stopped by {loop.stopped_by.name} after step {step} of {loop.total_steps}; saved: the same command with "
+            f"stopped by {loop.stopped_by.name} after step {step} of {loop.total_steps}; {kept}: the same command with "
             f"run.directory={directory} goes on",
             file=sys.stderr,
         )

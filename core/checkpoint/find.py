@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from gridtron.core.checkpoint.layout import (
     MANIFEST,
     CheckpointError,
     complete_checkpoints,
+    named_checkpoints,
+    step_of,
     unfinished_checkpoints,
 )
 
@@ -33,19 +35,33 @@ class Found:
 
 def newest_checkpoint(root: Path) -> Found:
     """Looks through the checkpoints under ``root``: manifest, sizes and headers of files, not their data."""
-    if not (complete := complete_checkpoints(root)):
+    if not (named := named_checkpoints(root)):
         return Found(None, _interrupted(root))
-    from gridtron.core.checkpoint.stored import Stored  # needs torch: a run that begins does not wait for it
-
     skipped = list(_interrupted(root))
-    for path in reversed(complete):
+    for path in reversed(named):
         try:
-            Stored(path).check_files()
+            _check(path)
         except CheckpointError as error:
             skipped.append(f"{path.name}: {error}")
             continue
-        return Found(path, tuple(skipped), path != complete[-1])
+        return Found(path, tuple(skipped), path != named[-1])
     return Found(None, tuple(skipped), damaged=True)
+
+
+def _check(path: Path) -> None:
+    """Manifest, sizes and headers, and that the name is of the step which was saved.
+
+    Raises:
+        CheckpointError: what is wrong.
+    """
+    from gridtron.core.checkpoint.stored import Stored  # needs torch: a run that begins does not wait for it
+
+    stored = Stored(path)
+    stored.check_files()
+    progress = stored.manifest.extra.get("progress")
+    step = progress.get("step") if isinstance(progress, Mapping) else None
+    if step is not None and step != step_of(path):
+        raise CheckpointError(f"its manifest is of step {step!r:.40}: somebody renamed it; give it back its name")
 
 
 def _interrupted(root: Path) -> tuple[str, ...]:

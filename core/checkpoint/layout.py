@@ -47,12 +47,16 @@ def unfinished_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints under ``root``, oldest first."""
+def named_checkpoints(root: Path) -> list[Path]:
+    """What has the name of a complete checkpoint under ``root``, oldest first, whatever became of its files."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if step_of(path) is not None and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: step_of(path) or 0)
+    return sorted((path for path in root.iterdir() if step_of(path) is not None), key=lambda path: step_of(path) or 0)
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints under ``root``, oldest first."""
+    return [path for path in named_checkpoints(root) if (path / MANIFEST).is_file()]
 
 
 def deleted_path(path: Path) -> Path:

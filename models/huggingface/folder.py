@@ -15,6 +15,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "generation_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -22,7 +23,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""What a folder may hold for transformers' AutoTokenizer."""
+"""What a folder may hold for transformers' AutoTokenizer, and for generating."""
 
 _LARGEST_JSON = 1 << 28
 _LONGEST_NAME = 500

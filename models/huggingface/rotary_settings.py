@@ -21,9 +21,10 @@ def read_rotary(settings: Mapping[str, Any], family: Family) -> tuple[dict[str, 
     """
     assert family.rotary is not None
     base_key, fraction_key, whole = family.rotary
+    for key in ("rope_scaling", "rope_parameters"):
+        if settings.get(key) is not None and not isinstance(settings[key], Mapping):
+            return {}, [f"{key}={settings[key]!r:.60}: should be an object, or null"]
     found = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        return {}, [f"rope_scaling={found!r}: should be an object, or null"]
     scaling = {key: value for key, value in found.items() if value is not None}
     theta = scaling.pop("rope_theta", settings.get(base_key) or 10000.0)
     named = settings.get(fraction_key) if fraction_key else None

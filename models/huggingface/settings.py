@@ -35,11 +35,13 @@ class Translation:
         family: whose names and layouts its weights have.
         config: its shape.
         notes: what a person should know about it.
+        window: the longest sequence for which attention over the whole of it is what the model does; None: any.
     """
 
     family: Family
     config: GPTConfig
     notes: tuple[str, ...] = ()
+    window: int | None = None
 
 
 def config_from_huggingface(settings: Mapping[str, Any]) -> GPTConfig:
@@ -108,13 +110,13 @@ def translate(settings: Mapping[str, Any]) -> Translation:
         longest = options["max_position_embeddings"]
         notes.append(
             f"sliding_window={window}: attention over the whole sequence is the same up to that length, so that "
-            f"max_position_embeddings is {window} here and {longest} there; keep train.sequence_length at most that"
+            f"max_position_embeddings is {window} here and {longest} there"
         )
         options["max_position_embeddings"] = window
     config = GPTConfig(**options)
     if violations := config.violations():
         raise ValueError(_listed(f"this {kind} is not one that can be computed here:", violations))
-    return Translation(family, config, tuple(notes))
+    return Translation(family, config, tuple(notes), window)
 
 
 def _unknown(settings: Mapping[str, Any], family: Family) -> list[str]:
@@ -160,7 +162,8 @@ def _read(setting: Setting, settings: Mapping[str, Any]) -> tuple[Any, str | Non
         fits, wanted = type(value) is int and 1 <= value < _LARGEST, "a whole number from 1"
         if value is None and setting.default is not REQUIRED:
             return None, None
-    return (value, None) if fits else (None, f"{setting.theirs}={_show(value)}: should be {wanted}")
+    shown = ascii(value)[:60] if isinstance(value, str) else _show(value)
+    return (value, None) if fits else (None, f"{setting.theirs}={shown}: should be {wanted}")
 
 
 def _activation(settings: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:

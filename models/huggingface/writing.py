@@ -85,8 +85,10 @@ def save_huggingface(
         The content of config.json.
 
     Raises:
-        ValueError: a shape that no family, or not this one, has; a ``path`` that exists.
+        ValueError: a shape that no family, or not this one, has; a dtype of whole numbers; a ``path`` that exists.
     """
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype}: weights are floating-point numbers; nearest: torch.bfloat16")
     path, files = Path(path), files or Files()
     content = config_to_huggingface(config, family)
     content |= {"torch_dtype": str(dtype).removeprefix("torch."), **(settings or {})}

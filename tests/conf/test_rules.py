@@ -228,7 +228,9 @@ def test_learned_positions_end():
     learned = {"model__position": "learned", "model__max_position_embeddings": 128}
     assert messages(plan(**learned, train__sequence_length=128)) == []
     assert "nearest: train.sequence_length=128" in messages(plan(**learned, train__sequence_length=129))[0]
-    assert messages(plan(model__max_position_embeddings=128, train__sequence_length=129)) == []
+    (rotary,) = messages(plan(model__max_position_embeddings=128, train__sequence_length=129))
+    assert "the longest sequence is model.max_position_embeddings=128" in rotary
+    assert rotary.endswith("nearest: train.sequence_length=128, or model.max_position_embeddings=129")
 
 
 # ---------------------------------------------------------------- batch and run

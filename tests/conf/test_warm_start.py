@@ -1,5 +1,6 @@
 """checkpoint.init_from at composition: the model that follows from the weights, and what is refused before a start."""
 
+import json
 from dataclasses import replace
 
 import parity
@@ -15,12 +16,16 @@ from gridtron.core.checkpoint.config import CheckpointConfig
 from gridtron.core.checkpoint.layout import step_path
 from gridtron.core.checkpoint.whole import write_checkpoint
 from gridtron.models import GPT
-from gridtron.models.huggingface import save_huggingface
+from gridtron.models.huggingface import config_from_huggingface, save_huggingface
 from gridtron.parallel import full_state_dict
 
 SHAPE = {"num_attention_heads": 4, "head_dim": None, "ffn_hidden_size": 24, "vocab_size": 300}
 LLAMA, GPT2 = replace(parity.LLAMA, rope_theta=5e5, **SHAPE), replace(parity.GPT2, **SHAPE)
 SURROUNDINGS = Surroundings(cores=8, data_fault=lambda config: None, folder_fault=lambda folder: None)
+WINDOWED = {
+    "model_type": "mistral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 300,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 32,
+}  # fmt: skip
 SHORT = ("train.sequence_length=32",)
 
 
@@ -164,3 +169,16 @@ def test_an_experiment_picks_the_recipe_and_the_weights_the_model(sources, tmp_p
     plan = compose(written, [str(tmp_path / "options")], surroundings=SURROUNDINGS)
     assert plan.train.steps == 7 and plan.model.dropout == 0.3
     assert replace(plan.model, dropout=0.0).resolved() == LLAMA.resolved()
+
+
+def test_a_window_is_the_longest_sequence(tmp_path):
+    """Beyond it the weights would be those of another model: by either option it is refused."""
+    config = config_from_huggingface(WINDOWED)
+    save_huggingface(tmp_path / "model", config, state_of(config).__getitem__, torch.float32, "mistral")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(WINDOWED))
+    source = f"checkpoint.init_from={tmp_path / 'model'}"
+    assert compose([source, *SHORT], surroundings=SURROUNDINGS).model.max_position_embeddings == 32
+    with pytest.raises(Refusal, match=r"train\.sequence_length=33: the longest sequence is"):
+        compose([source, "train.sequence_length=33"], surroundings=SURROUNDINGS)
+    with pytest.raises(Refusal, match="sees a window of 32, and longer sequences would make another model"):
+        compose([source, "model.max_position_embeddings=64", *SHORT], surroundings=SURROUNDINGS)

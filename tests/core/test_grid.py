@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from ranks import run_ranks
 
 from gridtron.core import Axis, Grid
+from gridtron.core.communication import all_reduce
 from gridtron.core.layout import AXIS_NAMES, resolve_sizes
 
 
@@ -127,6 +129,22 @@ def check_from_mesh():
     with pytest.raises(ValueError, match="no dimension 'mp'"):
         Grid.from_mesh(mesh, tensor="mp", data="dp")
     return grid.coordinate(), grid.tensor.ranks, grid.data.ranks
+
+
+def groups_after_a_part():
+    """Groups over all ranks, made when some ranks have one more than others (a stage that shares its embedding)."""
+    with Grid.create(pipeline=3, data=2) as grid:
+        if grid.pipeline.rank != 1:
+            part = grid.part("pipeline", [0, 2])
+            assert int(all_reduce(torch.ones(1), part)) == 2
+        found = [grid.everyone("one"), grid.axis(*AXIS_NAMES), grid.everyone("other")]
+        assert len({id(axis.group) for axis in found}) == 3
+        assert found[0] is grid.everyone("one")
+        return [int(all_reduce(torch.tensor(grid.rank), axis)) for axis in found]
+
+
+def test_groups_over_all_ranks_after_groups_of_some():
+    assert run_ranks(groups_after_a_part, 6) == [[15, 15, 15]] * 6
 
 
 def test_adopts_a_mesh():

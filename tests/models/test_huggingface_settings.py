@@ -66,7 +66,7 @@ def yarn(**more):
         ({**LLAMA, "rope_theta": "big"}, "rope_theta='big': should be a number"),
         ({**LLAMA, **yarn(finetuned=True)}, "has no finetuned"),
         ({**LLAMA, **yarn(factor="four")}, "factor=four must be a number above 0"),
-        ({**LLAMA, "hidden_size": "24"}, "hidden_size=24: should be a whole number from 1"),
+        ({**LLAMA, "hidden_size": "24"}, "hidden_size='24': should be a whole number from 1"),
         ({**LLAMA, "num_hidden_layers": -3}, "num_hidden_layers=-3: should be a whole number from 1"),
         ({**LLAMA, "rms_norm_eps": 0}, "rms_norm_eps=0: should be a number above 0"),
         ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings=1: should be true or false"),

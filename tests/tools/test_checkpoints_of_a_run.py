@@ -9,6 +9,7 @@ from toy_run import losses, rows
 
 from gridtron.core.checkpoint.layout import complete_checkpoints, step_of, step_path
 from gridtron.core.checkpoint.manifest import Manifest
+from gridtron.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("toy")
 
@@ -38,10 +39,13 @@ def test_the_newest_that_can_be_used(damage: str, train: Any, tmp_path: Path) ->
     assert dict(losses(tmp_path)) == pytest.approx(dict(losses(tmp_path, "unbroken")), rel=1e-12)
 
 
-def test_a_run_of_whose_checkpoints_none_can_be_used_does_not_begin_anew(train: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_run_of_whose_checkpoints_none_can_be_used_does_not_begin_anew(
+    missing: bool, train: Any, tmp_path: Path
+) -> None:
     assert train("checkpoint.every=2", "train.stop_after=4")[0] == 0
     for manifest in (tmp_path / "run" / "checkpoints").glob("*/manifest.json"):
-        manifest.write_bytes(b"{}")
+        manifest.unlink() if missing else manifest.write_bytes(b"{}")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     code, printed = train(small=False)
     assert code == 2
@@ -69,6 +73,16 @@ def test_going_back_takes_another_way(train: Any, tmp_path: Path) -> None:
     assert (root / "latest").read_text() == "step-00000006\n"
     assert train(f"checkpoint.resume={root / 'step-00000003'}", "checkpoint.every=1", small=False)[0] == 0
     assert (root / "step-00000006.aside-2").is_dir()
+
+
+def test_commands_on_a_run_say_what_they_skipped(train: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train("checkpoint.every=2", "train.stop_after=4")[0] == 0
+    data = tmp_path / "run" / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    data.write_bytes(data.read_bytes()[:-5])
+    run, target = tmp_path / "run", tmp_path / "w.safetensors"
+    for words in (["export", f"path={run}", f"target={target}"], ["diff", f"path={run}", f"other={run}"]):
+        assert main(["checkpoint", *words]) == 0
+        assert "skipped step-00000004: " in capfd.readouterr().err
 
 
 def test_keep(train: Any, tmp_path: Path) -> None:

@@ -131,6 +131,12 @@ def test_a_tokenizer_travels_along(tmp_path, capsys):
     converted(capsys, f"source={tmp_path / 'ours'}", f"target={tmp_path / 'again'}")
     beside = (tmp_path / "again" / "tokenizer_config.json").read_text()
     assert beside == '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    config = tmp_path / "source" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token_id": 7, "eos_token_id": [5, 9]}))
+    (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    converted(capsys, f"source={tmp_path / 'ours'}", f"target={tmp_path / 'ids'}")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ids")
+    assert model.config.bos_token_id == 7 and model.generation_config.eos_token_id == [5, 9]
 
 
 def test_requests_that_are_wrong(tmp_path, capsys, source):
@@ -142,6 +148,8 @@ def test_requests_that_are_wrong(tmp_path, capsys, source):
         ([f"source={source / 'config.json'}", target], "it is a file"),
         ([f"source={source}", f"target={source}"], "exists; give another folder"),
         ([f"source={source}", target, "dtype=bf17"], "not one of fp32, bf16, fp16, fp64"),
+        ([f"source={source}", target, "shard_bytes=7"], "shard_bytes=7 is of a Hugging Face target"),
+        (["source=", target], "source= is missing"),
         ([f"source={source}", target, "family=llama"], "family=llama is of a Hugging Face target"),
         ([f"source={source}", target, "shard_bytes=0"], "must be at least 1"),
         ([f"source={source}", target, "tokeniser=x"], "convert has no option tokeniser"),

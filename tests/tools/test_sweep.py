@@ -125,10 +125,18 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_sweep_leaves_no_job(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "saves", "code", "told"),
+    [
+        (signal.SIGINT, False, 130, "the sweep was interrupted"),
+        (signal.SIGTERM, False, 143, "the sweep was stopped by SIGTERM; the same command, with run.directory="),
+        (signal.SIGUSR1, True, 77, "the sweep was stopped by SIGUSR1; the same command, with run.directory="),
+    ],
+)
+def test_an_interrupted_sweep_leaves_no_job(tmp_path, number, saves, code, told):
     (tmp_path / "driver.py").write_text(DRIVER)
-    (tmp_path / "slow.py").write_text(SLOW)
+    saving = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(77))\n"
+    (tmp_path / "slow.py").write_text((saving if saves else "") + SLOW)
     driver = subprocess.Popen(
         [sys.executable, "driver.py"],
         cwd=tmp_path,
@@ -144,7 +152,7 @@ def test_an_interrupted_sweep_leaves_no_job(tmp_path, number):
         time.sleep(0.05)
     driver.send_signal(number)
     _, error = driver.communicate(timeout=30)
-    assert driver.returncode == 130 and "the sweep was interrupted" in error
+    assert driver.returncode == code and told in error
     assert not psutil.pid_exists(int(note.read_text())) and not (tmp_path / "out" / "1").exists()
 
 

@@ -41,7 +41,7 @@ class InspectOptions:
 
 def run(options: InspectOptions) -> int:
     """Prints the tables; nothing larger than the manifest is read."""
-    opened = open_checkpoint(options.path)
+    opened = open_checkpoint(options.path, tell=False)
     check_report(options.out, opened.stored)
     report = describe(opened, options.names)
     write_report(options.out, report)

@@ -32,13 +32,14 @@ class Opened:
     skipped: tuple[str, ...] = ()
 
 
-def open_checkpoint(path: str | None, key: str = "path", damaged: bool = False) -> Opened:
+def open_checkpoint(path: str | None, key: str = "path", damaged: bool = False, tell: bool = True) -> Opened:
     """The checkpoint ``path``, or the newest of a run's folder or of its ``checkpoints`` folder.
 
     Args:
         path: as typed.
         key: of the option that holds it, for messages.
         damaged: the newest by its name, whatever its data files are like.
+        tell: say which newer ones were skipped, on standard error.
 
     Raises:
         Refusal: there is none.
@@ -51,6 +52,9 @@ def open_checkpoint(path: str | None, key: str = "path", damaged: bool = False) 
     except CheckpointError as error:
         raise Refusal([f"{key}={printable(path)}: {error}"]) from None
     assert found.path is not None
+    if tell:
+        for reason in found.skipped:
+            print(f"skipped {printable(reason)}", file=sys.stderr)
     return Opened(Stored(found.path), found.skipped)
 
 

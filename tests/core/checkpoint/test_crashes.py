@@ -169,13 +169,16 @@ def test_killed_right_after_an_asynchronous_save_returned(tmp_path: Path) -> Non
 
 
 @pytest.mark.case(32)
-@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "manifest", "header"])
+@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "manifest", "header", "no manifest"])
 def test_a_damaged_newest_is_skipped_by_name(damage: str, tmp_path: Path) -> None:
     saved(tmp_path, 10, 20)
     newest = step_path(tmp_path, 20)
     data = newest / "rank-00000.safetensors"
     content = data.read_bytes()
-    if damage == "manifest":
+    if damage == "no manifest":
+        data = newest / "manifest.json"
+        data.unlink()
+    elif damage == "manifest":
         data = newest / "manifest.json"
         data.write_bytes(data.read_bytes()[:-20])
     elif damage == "missing":
@@ -187,6 +190,16 @@ def test_a_damaged_newest_is_skipped_by_name(damage: str, tmp_path: Path) -> Non
     assert found.path == step_path(tmp_path, 10) and found.damaged
     assert len(found.skipped) == 1
     assert found.skipped[0].startswith("step-00000020: ") and data.name in found.skipped[0]
+
+
+def test_a_renamed_checkpoint_is_not_believed_by_its_name(tmp_path: Path) -> None:
+    for step in (10, 20):
+        extra = {"progress": {"step": step, "position": step, "tokens": step}}
+        save(step_path(tmp_path, step), state_at(step), extra, Grid.layout(1))
+    step_path(tmp_path, 20).rename(step_path(tmp_path, 99))
+    found = newest_checkpoint(tmp_path)
+    assert found.path == step_path(tmp_path, 10)
+    assert found.skipped[0].startswith("step-00000099: its manifest is of step 20: somebody renamed it")
 
 
 # -------------------------------------------------------------------- saving behind the run
