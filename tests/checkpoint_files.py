@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gridtron.core.checkpoint.layout import MANIFEST
-from gridtron.core.checkpoint.manifest import Manifest, Piece, TensorEntry, dtype_code, label_of, seal
+from gridtron.core.checkpoint.manifest import Manifest, Piece, TensorEntry, dtype_code, label_of
+from gridtron.core.checkpoint.sealed import seal
 from gridtron.core.checkpoint.stream import Item, write_items
 from gridtron.core.files import Files
 

@@ -12,15 +12,14 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from gridtron.core.checkpoint.layout import MANIFEST, CheckpointError, open_regular
+from gridtron.core.checkpoint.sealed import SMALL, check_size, seal, unsealed
 
 if TYPE_CHECKING:
     import torch
@@ -33,10 +32,6 @@ ALIGNMENT = 64
 """Bytes: where the data begins in a data file. Pieces follow without gaps, wider elements first, so each is aligned."""
 BLOCK = 1 << 24
 """Bytes of a piece under one checksum: a rank that reads a part of a piece checks the blocks it touches, no more."""
-_LARGEST_MANIFEST = 1 << 30
-_SMALL_MANIFEST = 1 << 26
-"""Bytes that a manifest may have whatever it describes; above, no more than the data it describes."""
-_SEAL = re.compile(rb'\{\n "xxh3": "([0-9a-f]{16})",\n')
 _LONGEST_NAME = 1000
 _MOST_DIMS = 32
 _MOST_SPLIT_DIMS = 5
@@ -151,7 +146,7 @@ class Manifest:
             },
         }
         sealed = seal(content)
-        _check_size(len(sealed), self.files.values(), "the manifest")
+        check_size(len(sealed), self.files.values(), "the manifest")
         return sealed
 
     @staticmethod
@@ -164,14 +159,14 @@ class Manifest:
         path = folder / MANIFEST
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            _check_size(size, _data_sizes(folder) if size > _SMALL_MANIFEST else (), str(path))
+            check_size(size, _data_sizes(folder) if size > SMALL else (), str(path))
             try:
                 content = file.read(size + 1)
             except (OSError, MemoryError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "there is not so much memory"
                 raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from None
         try:
-            return _parse(json.loads(_unseal(content).decode(), object_pairs_hook=_without_duplicates))
+            return _parse(unsealed(content))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
             raise CheckpointError(
@@ -235,29 +230,6 @@ def header_bytes(tensors: Sequence[Labelled], metadata: Mapping[str, str] | None
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
 
 
-def seal(content: Mapping[str, Any]) -> bytes:
-    """A manifest's JSON under the checksum of its bytes."""
-    text = json.dumps(content, indent=1, allow_nan=True).removeprefix("{\n") + "\n"
-    return f'{{\n "xxh3": "{xxhash.xxh3_64_hexdigest(text.encode())}",\n{text}'.encode()
-
-
-def _unseal(content: bytes) -> bytes:
-    sealed = _SEAL.match(content)
-    if not sealed:
-        raise ValueError("it does not begin with its checksum")
-    if xxhash.xxh3_64_hexdigest(memoryview(content)[sealed.end() :]) != sealed[1].decode():
-        raise ValueError("its checksum differs")
-    return content
-
-
-def _check_size(size: int, data: Iterable[int], what: str) -> None:
-    largest = min(_LARGEST_MANIFEST, max(_SMALL_MANIFEST, sum(data)))
-    if size > largest:
-        raise CheckpointError(
-            f"{what} has {size} bytes, more than {largest}: none can be so large; use another checkpoint"
-        )
-
-
 def _data_sizes(folder: Path) -> list[int]:
     """Bytes on the disk of each data file: holes in a file do not count."""
     return [
@@ -265,14 +237,6 @@ def _data_sizes(folder: Path) -> list[int]:
         for entry in os.scandir(folder)
         if DATA_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
     ]
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
-        raise ValueError(f"{twice!r:.80} stands there twice")
-    return found
 
 
 def _described(piece: Piece) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The bench's arithmetic, its refusals, and one small run of it; no timed claim."""
 
+import importlib.util
 import json
 import random
 import statistics
@@ -57,7 +58,9 @@ def test_a_small_run(tmp_path, capfd):
     out = tmp_path / "figures.json"
     assert main(["tensor_parallel", "shape=tiny", "pairs=4", "warmup=1", f"out={out}", f"peers={tmp_path}/none"]) == 0
     figures = json.loads(out.read_text())
-    assert figures["missing"] == ["Megatron-core", "Hugging Face"]
+    # The developers' environment has transformers, for the tests of its weights; nothing has Megatron-core.
+    found = importlib.util.find_spec("transformers") is not None
+    assert figures["missing"] == (["Megatron-core"] if found else ["Megatron-core", "Hugging Face"])
     assert "missing: Megatron-core (make peers installs it)" in capfd.readouterr().out
     sections = figures["sections"]
     assert [section["ranks"] for section in sections] == [1, 2, 2]

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from gridtron.core.checkpoint.layout import CheckpointError
 from gridtron.core.checkpoint.load import load
-from gridtron.core.checkpoint.manifest import Manifest, seal
+from gridtron.core.checkpoint.manifest import Manifest
+from gridtron.core.checkpoint.sealed import seal
 from gridtron.core.checkpoint.stored import Stored
 from gridtron.core.checkpoint.tensors import ShardedTensorView
 from gridtron.core.grid import Grid

@@ -15,8 +15,9 @@ from ranks import run_ranks
 from gridtron.core.checkpoint.find import find_checkpoint, newest_checkpoint
 from gridtron.core.checkpoint.layout import CheckpointError, complete_checkpoints, step_path
 from gridtron.core.checkpoint.load import load
-from gridtron.core.checkpoint.manifest import Manifest, seal
+from gridtron.core.checkpoint.manifest import Manifest
 from gridtron.core.checkpoint.save import save
+from gridtron.core.checkpoint.sealed import seal
 from gridtron.core.checkpoint.tensors import ShardedTensorView
 from gridtron.core.files import Files
 from gridtron.core.grid import Grid
