@@ -225,6 +225,7 @@ def selectively_kept_on_a_rank(cases):
     return found
 
 
+@pytest.mark.slow
 def test_selectively_kept_bytes_over_two_tensor_ranks():
     """A product whose sum is kept is let go."""
     cases = [

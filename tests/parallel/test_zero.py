@@ -45,7 +45,7 @@ def test_pairwise(case):
 
 
 TENSOR, PIPELINE = {"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}
-IN_MAKE_TEST = {(3, "muon", None), (3, "adamw", "zb_v"), (2, "muon", "zb_v")}
+IN_MAKE_TEST = {(3, "muon", None), (2, "muon", "zb_v")}
 
 
 def twenty_steps():

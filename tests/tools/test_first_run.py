@@ -45,7 +45,12 @@ def unbroken(text, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "grid", [["grid.tensor=2"], ["grid.tensor=1", "grid.data=2"], ["grid.tensor=2", "grid.data=2"]]
+    "grid",
+    [
+        ["grid.tensor=2"],
+        pytest.param(["grid.tensor=1", "grid.data=2"], marks=pytest.mark.slow),
+        pytest.param(["grid.tensor=2", "grid.data=2"], marks=pytest.mark.slow),
+    ],
 )
 def test_one_curve_on_every_grid(grid, text, unbroken, tmp_path):
     rows = train(text, tmp_path / "run", "train.stop_after=8", *grid)
@@ -66,6 +71,7 @@ def test_an_interrupted_run_goes_on_on_other_grids(text, unbroken, tmp_path):
     assert losses(rows) == {step: pytest.approx(loss, rel=1e-10) for step, loss in expected.items()}
 
 
+@pytest.mark.slow
 def test_data_that_changed_under_its_path_is_named(text, tmp_path):
     own = tmp_path / "mine.txt"
     own.write_text((text / "a.txt").read_text()[:20000])

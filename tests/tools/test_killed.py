@@ -71,9 +71,10 @@ def kill_and_go_on(times: int, seed: int, train: Any, tmp_path: Path, *overrides
 
 
 @pytest.mark.case(32)
-def test_three_times(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed(times: int, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_WIDTH", WIDE)
-    kill_and_go_on(3, 5, train, tmp_path, "checkpoint.asynchronous=true")
+    kill_and_go_on(times, 5, train, tmp_path, "checkpoint.asynchronous=true")
 
 
 @pytest.mark.slow

@@ -45,8 +45,13 @@ def goes_on(step: int, train: Any, tmp_path: Path, grid: str = "grid.tensor=2") 
 @pytest.mark.parametrize(
     ("number", "whom", "code", "overrides"),
     [
-        (signal.SIGTERM, "parent", 0, ("checkpoint.asynchronous=true", "checkpoint.keep=2")),
-        (signal.SIGUSR1, "a rank", 75, ("launch.preempted_exit=75",)),
+        (
+            signal.SIGUSR1,
+            "a rank",
+            75,
+            ("launch.preempted_exit=75", "checkpoint.asynchronous=true", "checkpoint.keep=2"),
+        ),
+        pytest.param(signal.SIGTERM, "parent", 0, ("checkpoint.asynchronous=true",), marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, "parent", 0, (), marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "group", 0, ("checkpoint.asynchronous=true",), marks=pytest.mark.slow),
     ],

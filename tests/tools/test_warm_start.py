@@ -79,6 +79,7 @@ def test_a_run_begins_with_weights_and_goes_on_without_them(place, capfd):
     assert code == 0 and abs(rows(place / "third")[0]["loss"] - row["loss"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_of_its_own_the_source_is_asked_again(place, capfd):
     """A start that ended before its first checkpoint begins with the same weights; without them it is refused."""
     code, _ = train(capfd, "run", "checkpoint.init_from=source", "train.stop_after=1")

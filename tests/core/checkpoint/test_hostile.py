@@ -526,6 +526,7 @@ def plant_large_tensor(folder: Path) -> None:
     os.truncate(folder / RANKS[0], size + len(header))
 
 
+@pytest.mark.slow
 def test_no_memory_is_taken_on_the_word_of_a_file(sound: Path, tmp_path: Path) -> None:
     """In a process that may have 120 MB more than it has."""
     for name in ("sound", "long", "many", "lying"):

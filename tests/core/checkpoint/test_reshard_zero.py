@@ -89,11 +89,11 @@ def check(folder, first, second, dtype=torch.float64, stop=2, last=5, bound=1e-1
         # zero, (data, tensor, pipeline)
         ((0, (1, 1, 1)), (3, (3, 1, 1)), "gpt2", "adamw"),
         ((3, (4, 1, 1)), (1, (2, 2, 1)), "llama", "muon"),
-        ((1, (3, 1, 1)), (2, (2, 1, 2)), "gpt2", "muon"),
+        pytest.param((1, (3, 1, 1)), (2, (2, 1, 2)), "gpt2", "muon", marks=pytest.mark.slow),
         ((2, (2, 2, 1)), (3, (2, 1, 2)), "qwen", "adamw"),
         ((3, (2, 1, 2)), (0, (1, 2, 1)), "qwen", "muon"),
-        ((2, (4, 1, 1)), (1, (1, 1, 2)), "llama", "adamw"),
-        ((3, (2, 2, 1)), (2, (3, 1, 1)), "gpt2", "adamw"),
+        pytest.param((2, (4, 1, 1)), (1, (1, 1, 2)), "llama", "adamw", marks=pytest.mark.slow),
+        pytest.param((3, (2, 2, 1)), (2, (3, 1, 1)), "gpt2", "adamw", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -102,7 +102,7 @@ def test_a_run_goes_on_with_another_stage_on_another_grid(first, second, family,
 
 
 @pytest.mark.case(31)
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3)])
+@pytest.mark.parametrize(("first", "second"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
 def test_moments_follow_another_tensor_size_and_frozen_weights_have_none(first, second, tmp_path):
     """Ten steps and ten more against twenty."""
     frozen = ("embedding", "blocks.0.", "blocks.1.mlp")

@@ -51,7 +51,9 @@ def test_pairwise(case):
     check(case.pop("family"), layers, grid=grid, shape=shape, **case)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ("llama", "gpt2") else pytest.mark.slow) for name in FAMILIES]
+)
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
 def test_twenty_steps_of_adamw(family, schedule):
     optimizer = OptimizerConfig("adamw", lr=1e-2, grad_clip=0.5)
