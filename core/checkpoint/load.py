@@ -55,19 +55,8 @@ def load(path: Path, state: Mapping[str, ShardedTensorView], grid: Grid) -> dict
     return load_part(path, state, grid).extra
 
 
-def load_part(
-    path: Path,
-    state: Mapping[str, ShardedTensorView],
-    grid: Grid,
-    prefix: str = "",
-    strict: bool = True,
-) -> Loaded:
-    """:func:`load` of the tensors whose names begin with ``prefix``.
-
-    Args:
-        prefix: other tensors of the checkpoint are not asked for.
-        strict: False: names that only the checkpoint or only the run has are left out, and listed.
-    """
+def load_part(path: Path, state: Mapping[str, ShardedTensorView], grid: Grid, strict: bool = True) -> Loaded:
+    """:func:`load`; not ``strict``: names that only the checkpoint or only the run has are listed and left out."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -75,8 +64,7 @@ def load_part(
     from gridtron.core.checkpoint.storage import Reader
 
     manifest = Manifest.read(path)
-    wanted = [name for name in manifest.tensors if name.startswith(prefix)]
-    planner = LoadPlanner(manifest, str(path), wanted, strict)
+    planner = LoadPlanner(manifest, str(path), strict)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

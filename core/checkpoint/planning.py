@@ -99,7 +99,9 @@ class ShardEntry:
 
 def _pieces(view: ShardedTensorView, writing: bool) -> list[tuple[tuple[int, ...], Tensor]]:
     """Offsets in the whole tensor and the local memory of each piece."""
-    return _boxes(view, owned=True) if writing and view.replica == 0 else [] if writing else _boxes(view, owned=False)
+    if not writing:
+        return _boxes(view, owned=False)
+    return _boxes(view, owned=True) if view.replica == 0 else []
 
 
 def copied_parts(state: Mapping[str, ShardedTensorView], copies: int) -> list[Part]:
@@ -141,15 +143,13 @@ class LoadPlanner(DefaultLoadPlanner):
     Args:
         manifest: of the checkpoint.
         where: it lies, for messages.
-        wanted: the names in the checkpoint that the run must ask for.
         strict: names that only one side has are an error; else they are in ``missing`` and ``unexpected``.
     """
 
-    def __init__(self, manifest: Manifest, where: str, wanted: Collection[str], strict: bool) -> None:
+    def __init__(self, manifest: Manifest, where: str, strict: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.manifest = manifest
         self.where = where
-        self.wanted = set(wanted)
         self.strict = strict
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
@@ -179,7 +179,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         asked = {name for plan in global_plan for name in plan.planner_data[0]}
-        missing, unexpected = sorted(asked - set(self.manifest.tensors)), sorted(self.wanted - asked)
+        saved = set(self.manifest.tensors)
+        missing, unexpected = sorted(asked - saved), sorted(saved - asked)
         different = listing("different", {fault for plan in global_plan for fault in plan.planner_data[1]})
         if different or (self.strict and (missing or unexpected)):
             raise CheckpointError(
