@@ -341,6 +341,7 @@ Path("measured.json").write_text(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell peak memory")
 def test_peak_memory_is_two_tensors(tmp_path: Path) -> None:
     """Of checkpoints of three tensors each; on another grid, so that pieces have to be put together.

@@ -101,6 +101,7 @@ def test_a_finished_run_is_finished_whatever_came_at_its_last_step(train: Any, t
     assert "done: 3 steps" in printed
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_a_job_that_does_not_come_to_its_next_step(train: Any, tmp_path: Path) -> None:
     job = start(tmp_path, "grid.tensor=2", TOY_DELAY="30")
     ranks: list[psutil.Process] = []

@@ -55,8 +55,11 @@ def usable(root: Path) -> list[int]:
     return [loaded_step(path) for path in complete_checkpoints(root)]
 
 
-@pytest.mark.parametrize("power", [False, True], ids=["killed", "without power"])
-@pytest.mark.parametrize("again", [False, True], ids=["new", "same step again"])
+@pytest.mark.parametrize(
+    ("again", "power"),
+    [(False, False), (False, True), (True, True), pytest.param(True, False, marks=pytest.mark.slow)],
+    ids=["new-killed", "new-without power", "again-without power", "again-killed"],
+)
 def test_at_every_change(power: bool, again: bool, tmp_path: Path) -> None:
     """Before the crash two checkpoints are complete; afterwards both are, or what takes the place of the second."""
     step = 20 if again else 30

@@ -37,7 +37,7 @@ def pairwise_cases(seed=20261203):
         "bucket_bytes": [64, 1 << 20],
         "extra_layers": [0, 1, 2],
     }
-    return pairwise_params(options, seed, every=3)
+    return pairwise_params(options, seed, every=4)
 
 
 @pytest.mark.parametrize("case", pairwise_cases())

@@ -97,7 +97,7 @@ def check_family(name, chunks, microbatches):
 
 @pytest.mark.case(2)
 @pytest.mark.case(8)
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(few, marks=pytest.mark.slow) for few in (2, 3)), 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_schedule_is_plain_training(name, ranks):
     chunks = [None, 1, 3] if FAMILIES[name].any_chunks and ranks == 2 else [None]
