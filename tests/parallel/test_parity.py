@@ -41,7 +41,7 @@ def pairwise_cases(seed=20261130):
         "bucket_bytes": [64, 1 << 20],
         "masks": ["uneven", "all"],
     }
-    return pairwise_params(options, seed, every=4)
+    return pairwise_params(options, seed, every=6)
 
 
 @pytest.mark.parametrize("case", pairwise_cases())

@@ -102,8 +102,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
-        (2, 1, 1),
-        *(pytest.param(sizes, marks=SLOW) for sizes in ((1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2))),
+        (1, 1, 1),
+        *(pytest.param(sizes, marks=SLOW) for sizes in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2))),
     ],
     ids=str,
 )

@@ -54,6 +54,7 @@ def test_options():
     assert main(["--help"]) == 0
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path, capfd):
     out = tmp_path / "figures.json"
     assert main(["tensor_parallel", "shape=tiny", "pairs=4", "warmup=1", f"out={out}", f"peers={tmp_path}/none"]) == 0

@@ -19,7 +19,7 @@ def steps_of(tmp_path: Path, name: str = "run") -> list[int]:
 
 
 @pytest.mark.case(32)
-@pytest.mark.parametrize("damage", ["truncated", "interrupted"])
+@pytest.mark.parametrize("damage", ["truncated", pytest.param("interrupted", marks=pytest.mark.slow)])
 def test_the_newest_that_can_be_used(damage: str, train: Any, tmp_path: Path) -> None:
     assert train("checkpoint.every=2", "train.stop_after=4", "grid.tensor=2")[0] == 0
     root = tmp_path / "run" / "checkpoints"

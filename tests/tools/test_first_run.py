@@ -47,7 +47,7 @@ def unbroken(text, tmp_path_factory):
 @pytest.mark.parametrize(
     "grid",
     [
-        ["grid.tensor=2"],
+        pytest.param(["grid.tensor=2"], marks=pytest.mark.slow),
         pytest.param(["grid.tensor=1", "grid.data=2"], marks=pytest.mark.slow),
         pytest.param(["grid.tensor=2", "grid.data=2"], marks=pytest.mark.slow),
     ],

@@ -3,10 +3,13 @@
 import json
 import re
 
+import pytest
+
 from gridtron.core.training.metrics import read_rows
 from gridtron.tools.train import main
 
 
+@pytest.mark.slow
 def test_a_run_within_a_budget(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -47,7 +47,13 @@ def test_without_a_directory_one_is_made_under_runs(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "first", [("grid.tensor=2",), ("grid.data=2", "train.micro_batch_size=1"), ("grid.tensor=3",)], ids=str
+    "first",
+    [
+        ("grid.data=2", "train.micro_batch_size=1"),
+        ("grid.tensor=3",),
+        pytest.param(("grid.tensor=2",), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_an_interrupted_run_goes_on_on_another_grid(first: tuple[str, ...], train: Any, tmp_path: Path) -> None:
     assert train(directory=str(tmp_path / "whole"))[0] == 0

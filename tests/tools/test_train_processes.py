@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("toy")
 # -------------------------------------------------------------------- failing ranks
 @pytest.mark.case(15)
 @pytest.mark.parametrize("where", ["step:1:2", "data:1:3", "save:1:6", "assemble:1:0"])
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_traceback_with_its_place(
     where: str, processes: int, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
