@@ -55,6 +55,23 @@ class Files:
 
 
 @contextlib.contextmanager
+def folder_aside(path: Path, files: Files) -> Iterator[Path]:
+    """A folder to write into, which becomes the new folder ``path`` when all went well, and else is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp")
+    files.remove(aside)
+    files.make_folder(aside)
+    try:
+        yield aside
+        files.sync_folder(aside)
+        files.rename(aside, path)
+        files.sync_folder(path.parent)
+    except BaseException:
+        files.remove(aside)
+        raise
+
+
+@contextlib.contextmanager
 def _naming(file: BinaryIO) -> Iterator[None]:
     """What fails in a write does not say of itself which file it was."""
     try:

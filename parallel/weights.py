@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from gridtron.core.communication import gather_values
 from gridtron.core.errors import JobError
 from gridtron.core.grid import Axis
-from gridtron.core.layout import AXIS_NAMES
 from gridtron.core.pieces import Piece
 from gridtron.parallel.data_parallel.fsdp import cuts_of, is_cut, local_part, shards_of
 from gridtron.parallel.data_parallel.wrapper import DataParallel
@@ -159,7 +158,7 @@ def agree(open_source: Callable[[], Opened], grid: Grid | None) -> Opened:
         found = open_source()
     except (ValueError, JobError) as error:
         fault = str(error)
-    told = [fault] if grid is None else gather_values(fault, grid.axis(*AXIS_NAMES))
+    told = [fault] if grid is None else gather_values(fault, grid.everyone("agreement"))
     fault = next((text for text in told if text is not None), None)
     if fault is not None or found is None:
         raise JobError(str(fault), agreed=True)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from gridtron.core.checkpoint.layout import MANIFEST
+from gridtron.core.checkpoint.load import load
 from gridtron.core.checkpoint.manifest import Manifest, Piece, TensorEntry, dtype_code, label_of
 from gridtron.core.checkpoint.sealed import seal
 from gridtron.core.checkpoint.stream import Item, write_items
+from gridtron.core.checkpoint.tensors import ShardedTensorView
 from gridtron.core.files import Files
+from gridtron.core.grid import Grid
+from gridtron.core.sharding import Sharding
+from gridtron.tools.cli import main
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 Layout = Mapping[str, Sequence[tuple[Box, Sequence[str]]]]
@@ -121,3 +129,58 @@ def small_layout(copied: bool = True) -> Layout:
 def small_checkpoint(folder: Path, copied: bool = True) -> Path:
     """A checkpoint of three data files, every piece in two of them (or of two data files, without copies)."""
     return write_by_hand(folder, small_tensors(), small_layout(copied), EXTRA)
+
+
+def load_alone(folder: Path) -> dict[str, torch.Tensor]:
+    state = {
+        name: ShardedTensorView(torch.zeros_like(tensor), Sharding.whole(tuple(tensor.shape)))
+        for name, tensor in small_tensors().items()
+    }
+    load(folder, state, Grid.layout(1))
+    return {name: view.local for name, view in state.items()}
+
+
+def outside(folder: Path) -> dict[str, bytes | None]:
+    """Every plain file around the checkpoint."""
+    root = folder.parents[2]
+    found = [path for path in root.rglob("*") if folder not in path.parents]
+    return {str(path): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def commands(folder: Path, sound: Path) -> dict[str, list[str]]:
+    path, target = f"path={folder}", folder.parents[2] / "x.safetensors"
+    return {
+        "inspect": ["inspect", path],
+        "verify": ["verify", path],
+        "diff": ["diff", path, f"other={sound}"],
+        "diff from the other side": ["diff", f"path={sound}", f"other={folder}"],
+        "export": ["export", path, f"target={target}", "what=all"],
+        "repair": ["verify", path, "repair=true"],
+    }
+
+
+def run_commands(folder: Path, sound: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[int, str]]:
+    """Exit code and message of each command; none of them may print a traceback or write outside."""
+    results = {}
+    for word, words in commands(folder, sound).items():
+        before = outside(folder)
+        code = main(["checkpoint", *words])
+        printed = capsys.readouterr()
+        text = printed.err or printed.out
+        assert code in (0, 1, 2) and "Traceback" not in text, (word, text)
+        if code == 2 or (word in ("verify", "repair") and code):
+            assert len(text.splitlines()) < 12 and len(text) < 5000, (word, text)
+            assert all(letter.isprintable() or letter == "\n" for letter in text), (word, text)
+        target = str(folder.parents[2] / "x.safetensors")
+        after = outside(folder)
+        if word == "export" and code == 0:
+            after.pop(target)
+            os.unlink(target)
+        assert after == before, word
+        results[word] = (code, text)
+    return results
+
+
+def sealed_text(text: str) -> bytes:
+    """A seal over any text that goes on from it."""
+    return f'{{\n "xxh3": "{xxhash.xxh3_64_hexdigest(text.encode())}",\n{text}'.encode()

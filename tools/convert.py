@@ -97,7 +97,7 @@ def _to_checkpoint(source: Path, target: Path, options: ConvertOptions) -> list[
     from gridtron.core.checkpoint.layout import step_path
     from gridtron.core.checkpoint.manifest import DTYPES
     from gridtron.core.checkpoint.whole import write_checkpoint
-    from gridtron.core.files import Files
+    from gridtron.core.files import Files, folder_aside
     from gridtron.models.huggingface.reading import HuggingFaceWeights
 
     weights = HuggingFaceWeights(source)
@@ -116,19 +116,8 @@ def _to_checkpoint(source: Path, target: Path, options: ConvertOptions) -> list[
         return weights.read(name, (0,) * len(shapes[name]), shapes[name]).to(dtypes[name])
 
     tensors = {_PARAMETER + name: (dtypes[name], shape) for name, shape in shapes.items()}
-    files = Files()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f".{target.name}.tmp")
-    files.remove(folder)
-    files.make_folder(folder)
-    try:
-        with _progress(len(tensors), read) as told:
-            write_checkpoint(step_path(folder, 0), tensors, told, extra)
-        files.rename(folder, target)
-        files.sync_folder(target.parent)
-    except BaseException:
-        files.remove(folder)
-        raise
+    with folder_aside(target, Files()) as folder, _progress(len(tensors), read) as told:
+        write_checkpoint(step_path(folder, 0), tensors, told, extra)
     notes = [f"note: {note}" for note in weights.translation.notes]
     return [*notes, f"{target}: a checkpoint of {_described(config)}; train from it by checkpoint.init_from={target}"]
 

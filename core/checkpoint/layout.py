@@ -88,7 +88,7 @@ def set_aside_newer(root: Path, step: int) -> list[tuple[str, str]]:
         Old and new name of each.
     """
     moved = []
-    for path in complete_checkpoints(root):
+    for path in named_checkpoints(root):
         if (step_of(path) or 0) > step:
             number = 1
             while (aside := path.with_name(f"{path.name}.aside-{number}")).exists():

@@ -51,14 +51,18 @@ class Retention:
         return [step for step in ordered if step not in kept]
 
 
-def prune(root: Path, retention: Retention, files: Files) -> list[int]:
+def prune(root: Path, retention: Retention, files: Files, known: dict[int, float]) -> list[int]:
     """Deletes the checkpoints under ``root`` that ``retention`` does not keep; returns their steps.
 
     Each loses its name before its files, so that what an interrupted deletion leaves is not taken for a checkpoint.
+
+    Args:
+        known: values of the metric by step; those of other checkpoints are read from them once, and added.
     """
     found = {step_of(path) or 0: path for path in complete_checkpoints(root)}
-    values = {step: _value(path, retention.metric) for step, path in found.items()} if retention.best else {}
-    deleted = retention.superfluous(list(found), values)
+    if retention.best:
+        known |= {step: _value(path, retention.metric) for step, path in found.items() if step not in known}
+    deleted = retention.superfluous(list(found), known)
     for step in deleted:
         nameless = deleted_path(found[step])
         files.remove(nameless)

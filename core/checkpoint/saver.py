@@ -48,6 +48,7 @@ class Saver:
         self.retention = retention or Retention()
         self.files = files or Files()
         self._staged: dict[str, Tensor] = {}
+        self._metrics: dict[int, float] = {}
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
 
@@ -85,7 +86,7 @@ class Saver:
         save(path, state, extra, self.grid, self.copies, self.files, group)
         if self.grid.rank == 0:
             try:
-                prune(path.parent, self.retention, self.files)
+                prune(path.parent, self.retention, self.files, self._metrics)
             except OSError as error:
                 # The new checkpoint is complete: what could not be deleted is tried again with the next.
                 warnings.warn(f"older checkpoints could not be deleted: {error}", stacklevel=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def write_checkpoint(
             items = []
             for name in names:
                 dtype, shape = tensors[name]
-                items.append(Item(label_of(name, (0,) * len(shape)), dtype_code(dtype), shape, _bound(read, name)))
+                items.append(Item(label_of(name, (0,) * len(shape)), dtype_code(dtype), shape, partial(read, name)))
             written = write_items(folder / file, items, files)
             for name, item, place in zip(names, items, written, strict=True):
                 piece = Piece((0,) * len(item.shape), item.shape, file, place.start, place.checksums)
@@ -95,7 +96,3 @@ def _groups(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], file_byt
         groups[-1].append(name)
         held += math.prod(shape) * DTYPES[dtype_code(dtype)][1]
     return groups if groups[0] else []
-
-
-def _bound(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
-    return lambda: read(name)

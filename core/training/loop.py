@@ -152,8 +152,7 @@ class TrainingLoop:
             self._heed(self._ask().wait().stop)
             while self.progress.step < self.last_step and self.stopped_by is None:
                 self._step()
-            self._saver.wait()
-            self._announce()
+            self._settle()
         except BaseException as error:
             self._saver.abandon(_LAST_SAVE)
             try:
@@ -204,8 +203,7 @@ class TrainingLoop:
         ):
             self._evaluate(step)
         if answer.saved:
-            self._saver.wait()
-            self._announce()
+            self._settle()
         self._heed(answer.stop)
         if step == self.last_step or self.stopped_by or (self.save_every and step % self.save_every == 0):
             self.save()
@@ -230,8 +228,7 @@ class TrainingLoop:
         step = self.progress.step
         if self._saved == step:
             return
-        self._saver.wait()
-        self._announce()
+        self._settle()
         path = step_path(self.checkpoints, step)
         extra = {
             **self.described,
@@ -243,10 +240,11 @@ class TrainingLoop:
         self._saved = step
         self._unannounced = (step, path)
         if not self._saver.busy:
-            self._announce()
+            self._settle()
 
-    def _announce(self) -> None:
-        """Tells of a checkpoint, once all ranks know that it is complete on the disk."""
+    def _settle(self) -> None:
+        """Waits until the checkpoint that was begun is complete on the disk, by all ranks, and tells of it."""
+        self._saver.wait()
         if self._unannounced is not None:
             (step, path), self._unannounced = self._unannounced, None
             self.callbacks.call("on_save", step, str(path))

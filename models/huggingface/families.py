@@ -19,7 +19,7 @@ class Layout:
     """How a tensor of ours lies in one of theirs.
 
     Args:
-        transposed: a matrix is stored (inputs, outputs), as OpenAI's Conv1D has it.
+        transposed: a matrix is stored (inputs, outputs), as OpenAI's Conv1D has it; a vector is the same either way.
         part, parts: theirs holds the outputs of several of ours; this one is number ``part`` of ``parts``.
         by_head: their parts take turns head by head (all of head 0, all of head 1); else one follows the other whole.
     """
@@ -149,22 +149,49 @@ class Family:
             yield from ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
+_BOTH = ("weight", "bias")
+
+
+def _layer_rows(
+    prefix: str, names: Mapping[str, str], layout: Layout = PLAIN, kinds: Sequence[str] = _BOTH
+) -> Iterator[Row]:
+    """Rows of weights and biases of every layer.
+
+    Args:
+        prefix: of a layer there, with {layer}.
+        names: of modules: here -> there.
+        layout: of each.
+        kinds: "weight", "bias".
+    """
+    for ours, theirs in names.items():
+        for kind in kinds:
+            yield Row(f"blocks.{{layer}}.{ours}.{kind}", f"{prefix}.{theirs}.{kind}", layout)
+
+
+def _fused_rows(prefix: str, name: str, transposed: bool = False, by_head: bool = False) -> Iterator[Row]:
+    """Rows of queries, keys and values that are one module ``name`` there."""
+    for part, ours in enumerate("qkv"):
+        yield from _layer_rows(prefix, {f"attention.{ours}": name}, Layout(transposed, part, 3, by_head))
+
+
 _GATED_ROWS = (
     Row("embedding.weight", "model.embed_tokens.weight"),
-    Row("blocks.{layer}.attention_norm.weight", "model.layers.{layer}.input_layernorm.weight"),
-    Row("blocks.{layer}.mlp_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
-    *(
-        Row(f"blocks.{{layer}}.{ours}.{kind}", f"model.layers.{{layer}}.{theirs}.{kind}")
-        for kind in ("weight", "bias")
-        for ours, theirs in (
-            ("attention.q", "self_attn.q_proj"),
-            ("attention.k", "self_attn.k_proj"),
-            ("attention.v", "self_attn.v_proj"),
-            ("attention.out", "self_attn.o_proj"),
-            ("mlp.gate", "mlp.gate_proj"),
-            ("mlp.up", "mlp.up_proj"),
-            ("mlp.down", "mlp.down_proj"),
-        )
+    *_layer_rows(
+        "model.layers.{layer}",
+        {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+        kinds=("weight",),
+    ),
+    *_layer_rows(
+        "model.layers.{layer}",
+        {
+            "attention.q": "self_attn.q_proj",
+            "attention.k": "self_attn.k_proj",
+            "attention.v": "self_attn.v_proj",
+            "attention.out": "self_attn.o_proj",
+            "mlp.gate": "mlp.gate_proj",
+            "mlp.up": "mlp.up_proj",
+            "mlp.down": "mlp.down_proj",
+        },
     ),
     Row("final_norm.weight", "model.norm.weight"),
     Row("head.weight", "lm_head.weight"),
@@ -183,16 +210,22 @@ _PLAIN_ACTIVATIONS = {
 }
 
 
-def _gated_settings(kv_heads: int | None, head_dim: bool = True) -> tuple[Setting, ...]:
+_SIZES = (
+    Setting("vocab_size", "vocab_size", REQUIRED),
+    Setting("hidden_size", "hidden_size", REQUIRED),
+    Setting("intermediate_size", "ffn_hidden_size", REQUIRED),
+    Setting("num_hidden_layers", "num_layers", REQUIRED),
+    Setting("num_attention_heads", "num_attention_heads", REQUIRED),
+    Setting("max_position_embeddings", "max_position_embeddings", REQUIRED),
+)
+"""Of all but GPT-2."""
+
+
+def _gated_settings(kv_heads: int | None) -> tuple[Setting, ...]:
     return (
-        Setting("vocab_size", "vocab_size", REQUIRED),
-        Setting("hidden_size", "hidden_size", REQUIRED),
-        Setting("intermediate_size", "ffn_hidden_size", REQUIRED),
-        Setting("num_hidden_layers", "num_layers", REQUIRED),
-        Setting("num_attention_heads", "num_attention_heads", REQUIRED),
+        *_SIZES,
         Setting("num_key_value_heads", "num_key_value_heads", kv_heads),
-        *((Setting("head_dim", "head_dim"),) if head_dim else ()),
-        Setting("max_position_embeddings", "max_position_embeddings", REQUIRED),
+        Setting("head_dim", "head_dim"),
         Setting("rms_norm_eps", "norm_eps", 1e-6),
         Setting("tie_word_embeddings", "tie_embeddings", False),
         Setting("attention_dropout", "attention_dropout", 0.0),
@@ -238,8 +271,6 @@ QWEN2 = Family(
     windows="by layer",
 )
 
-_NORM = ("weight", "bias")
-
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
@@ -247,27 +278,14 @@ GPT2 = Family(
     (
         Row("embedding.weight", "transformer.wte.weight"),
         Row("positions.weight", "transformer.wpe.weight"),
-        *(Row(f"blocks.{{layer}}.attention_norm.{kind}", f"transformer.h.{{layer}}.ln_1.{kind}") for kind in _NORM),
-        *(Row(f"blocks.{{layer}}.mlp_norm.{kind}", f"transformer.h.{{layer}}.ln_2.{kind}") for kind in _NORM),
-        *(
-            Row(
-                f"blocks.{{layer}}.attention.{ours}.{kind}",
-                f"transformer.h.{{layer}}.attn.c_attn.{kind}",
-                Layout(kind == "weight", part, 3),
-            )
-            for kind in ("weight", "bias")
-            for part, ours in enumerate("qkv")
+        *_layer_rows("transformer.h.{layer}", {"attention_norm": "ln_1", "mlp_norm": "ln_2"}),
+        *_fused_rows("transformer.h.{layer}", "attn.c_attn", transposed=True),
+        *_layer_rows(
+            "transformer.h.{layer}",
+            {"attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+            Layout(transposed=True),
         ),
-        *(
-            Row(
-                f"blocks.{{layer}}.{ours}.{kind}",
-                f"transformer.h.{{layer}}.{theirs}.{kind}",
-                Layout(transposed=kind == "weight"),
-            )
-            for kind in ("weight", "bias")
-            for ours, theirs in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj"))
-        ),
-        *(Row(f"final_norm.{kind}", f"transformer.ln_f.{kind}") for kind in _NORM),
+        *(Row(f"final_norm.{kind}", f"transformer.ln_f.{kind}") for kind in _BOTH),
         Row("head.weight", "lm_head.weight"),
     ),
     (
@@ -305,36 +323,22 @@ GPT_NEOX = Family(
     "gpt_neox.",
     (
         Row("embedding.weight", "gpt_neox.embed_in.weight"),
-        *(
-            Row(f"blocks.{{layer}}.{ours}.{kind}", f"gpt_neox.layers.{{layer}}.{theirs}.{kind}")
-            for kind in ("weight", "bias")
-            for ours, theirs in (
-                ("attention_norm", "input_layernorm"),
-                ("mlp_norm", "post_attention_layernorm"),
-                ("attention.out", "attention.dense"),
-                ("mlp.up", "mlp.dense_h_to_4h"),
-                ("mlp.down", "mlp.dense_4h_to_h"),
-            )
+        *_layer_rows(
+            "gpt_neox.layers.{layer}",
+            {
+                "attention_norm": "input_layernorm",
+                "mlp_norm": "post_attention_layernorm",
+                "attention.out": "attention.dense",
+                "mlp.up": "mlp.dense_h_to_4h",
+                "mlp.down": "mlp.dense_4h_to_h",
+            },
         ),
-        *(
-            Row(
-                f"blocks.{{layer}}.attention.{ours}.{kind}",
-                f"gpt_neox.layers.{{layer}}.attention.query_key_value.{kind}",
-                Layout(part=part, parts=3, by_head=True),
-            )
-            for kind in ("weight", "bias")
-            for part, ours in enumerate("qkv")
-        ),
-        *(Row(f"final_norm.{kind}", f"gpt_neox.final_layer_norm.{kind}") for kind in _NORM),
+        *_fused_rows("gpt_neox.layers.{layer}", "attention.query_key_value", by_head=True),
+        *(Row(f"final_norm.{kind}", f"gpt_neox.final_layer_norm.{kind}") for kind in _BOTH),
         Row("head.weight", "embed_out.weight"),
     ),
     (
-        Setting("vocab_size", "vocab_size", REQUIRED),
-        Setting("hidden_size", "hidden_size", REQUIRED),
-        Setting("intermediate_size", "ffn_hidden_size", REQUIRED),
-        Setting("num_hidden_layers", "num_layers", REQUIRED),
-        Setting("num_attention_heads", "num_attention_heads", REQUIRED),
-        Setting("max_position_embeddings", "max_position_embeddings", REQUIRED),
+        *_SIZES,
         Setting("layer_norm_eps", "norm_eps", 1e-5),
         Setting("tie_word_embeddings", "tie_embeddings", False),
         Setting("use_parallel_residual", "parallel_residual", True),

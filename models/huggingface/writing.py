@@ -13,7 +13,7 @@ import torch
 
 from gridtron.core.checkpoint.manifest import dtype_code
 from gridtron.core.checkpoint.stream import Item, write_items
-from gridtron.core.files import Files, write_whole
+from gridtron.core.files import Files, folder_aside, write_whole
 from gridtron.models.config import GPTConfig
 from gridtron.models.huggingface.families import FAMILIES, Family, Layout
 from gridtron.models.huggingface.folder import CONFIG, INDEX, SINGLE
@@ -95,21 +95,11 @@ def save_huggingface(
     if path.exists():
         raise ValueError(f"{path} exists; give another folder, or move it away")
     groups = _groups(_wholes(config, FAMILIES[content["model_type"]]), dtype.itemsize, shard_bytes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = path.with_name(f".{path.name}.tmp")
-    files.remove(folder)
-    files.make_folder(folder)
-    try:
+    with folder_aside(path, files) as folder:
         _write_weights(folder, groups, read, dtype, config.head_size, files)
         for name, text in (tokenizer or {}).items():
             write_whole(folder / name, text, files)
         write_whole(folder / CONFIG, _json(content), files)
-        files.sync_folder(folder)
-        files.rename(folder, path)
-        files.sync_folder(path.parent)
-    except BaseException:
-        files.remove(folder)
-        raise
     return content
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gridtron.conf.refusal import Refusal
 from gridtron.core.checkpoint.layout import CheckpointError
-from gridtron.core.checkpoint.manifest import dtype_code, header_bytes
+from gridtron.core.checkpoint.manifest import DTYPES, dtype_code, file_order, header_bytes
 from gridtron.core.checkpoint.stream import Item, write_items
 from gridtron.core.files import Files
 from gridtron.core.options import option
+from gridtron.core.precision import FORMATS, dtype_named
 from gridtron.tools.checkpoint.opening import console, model_of, open_checkpoint, printable, progress_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from gridtron.core.checkpoint.stored import Stored
 
 _PARAMETERS = "parameters/"
-_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 _CHUNK = 1 << 16
 """Elements that are looked at at once."""
 _LARGEST_HEADER = 100_000_000
@@ -41,9 +40,7 @@ class ExportOptions:
         "of parameters: as they were saved, or main: the optimizer's wide weights where it has some",
         choices=("saved", "main"),
     )
-    dtype: str | None = option(
-        None, "of floating-point tensors; null: as they are", choices=(None, "fp32", "bf16", "fp16", "fp64")
-    )
+    dtype: str | None = option(None, "of floating-point tensors; null: as they are", choices=(None, *FORMATS))
 
 
 def run(options: ExportOptions) -> int:
@@ -102,10 +99,9 @@ def export(
     """
     files = files or Files()
     items = [_item(stored, name, source, dtype) for name, source in _sources(stored, what, weights).items()]
-    # Wider elements first, so that each tensor begins at a multiple of its element.
-    items.sort(key=lambda item: (-item.nbytes_each, item.item.label))
+    items.sort(key=lambda item: file_order(DTYPES[item.code][1], item.shape, item.label))
     metadata = _metadata(stored)
-    header = header_bytes([(item.item.label, item.item.code, item.item.shape) for item in items], metadata)
+    header = header_bytes([(item.label, item.code, item.shape) for item in items], metadata)
     if len(header) > _LARGEST_HEADER:
         raise CheckpointError(
             f"{stored.path}: names and settings take {len(header)} bytes, and safetensors files hold "
@@ -114,7 +110,7 @@ def export(
     aside = target.with_name(f".{target.name}.tmp")
     files.remove(aside)
     try:
-        written = write_items(aside, [item.item for item in items], files, metadata)
+        written = write_items(aside, items, files, metadata)
         if os.path.lexists(target):
             raise Refusal([f"target={target}: somebody made it meanwhile; give another name"])
         files.rename(aside, target)
@@ -142,24 +138,16 @@ def _sources(stored: Stored, what: str, weights: str) -> dict[str, str]:
     return chosen
 
 
-@dataclass(frozen=True)
-class _Sized:
-    item: Item
-    nbytes_each: int
-
-
-def _item(stored: Stored, name: str, source: str, dtype: str | None) -> _Sized:
-    import torch
-
+def _item(stored: Stored, name: str, source: str, dtype: str | None) -> Item:
     kept = stored.dtype(source)
-    wanted: torch.dtype = getattr(torch, _DTYPES[dtype]) if dtype and kept.is_floating_point else kept
+    wanted = dtype_named(dtype) if dtype and kept.is_floating_point else kept
 
     def read() -> Tensor:
         tensor = stored.tensor(source)
         return tensor if wanted == kept else _cast(tensor, wanted, f"{stored.path}: {source}")
 
     shape = stored.manifest.tensors[source].shape
-    return _Sized(Item(name, dtype_code(wanted), shape, read), wanted.itemsize)
+    return Item(name, dtype_code(wanted), shape, read)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:

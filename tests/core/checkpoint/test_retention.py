@@ -63,7 +63,7 @@ def test_on_the_disk(tmp_path: Path) -> None:
         make(tmp_path, step, loss)
     other = tmp_path / "step-notes"
     other.mkdir()
-    assert prune(tmp_path, Retention(last=1, best=1), Files()) == [5, 15, 20, 25]
+    assert prune(tmp_path, Retention(last=1, best=1), Files(), {}) == [5, 15, 20, 25]
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000010", "step-00000030"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "latest",
