@@ -8,38 +8,103 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gridtron.core.kernels.backend import backend_of, register
 from gridtron.core.precision import wide_dtype
 
 
 def rms_norm(
-    x: Float[Tensor, "*batch features"], weight: Float[Tensor, "features"], eps: float
+    x: Float[Tensor, "*batch features"], weight: Float[Tensor, "features"], eps: float, backend: str = "auto"
 ) -> Float[Tensor, "*batch features"]:
-    """``x / sqrt(mean(x^2) + eps) * weight``; the mean and the quotient in float32 or wider."""
-    return _RMSNorm.apply(x, weight, eps)
+    """``x / sqrt(mean(x^2) + eps) * weight``; the mean and the quotient in float32 or wider.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    chosen = backend_of("rms_norm", backend, x)
+    if chosen == "apex":
+        from gridtron.core.kernels.apex import apex_rms_norm
+
+        return apex_rms_norm(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps, chosen)
 
 
 class _RMSNorm(torch.autograd.Function):
     # torch's own composes six passes on a CPU and keeps three activations; this keeps the input and one number a row.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(wide_dtype(x.dtype))
-        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, backend: str) -> Tensor:
+        y, scale = (_forward if backend == "torch" else _forward_operator)(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return wide.mul(scale).to(x.dtype).mul_(weight)
+        ctx.backend = backend
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype).mul(scale)
-        gradient = gradient.to(scale.dtype)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            scaled = gradient * weight
-            # d/dx of x s(x): s g - n mean(n g) s, n the normed input.
-            mean = torch.linalg.vecdot(scaled, normed).unsqueeze(-1).div_(x.shape[-1])
-            grad_x = scaled.addcmul_(normed, mean, value=-1).mul_(scale).to(x.dtype)
-        return grad_x, grad_weight, None
+        wanted = ctx.needs_input_grad[:2]
+        run = _backward if ctx.backend == "torch" else _backward_operator
+        return *_asked(run(gradient, *ctx.saved_tensors, *wanted), wanted), None, None
+
+
+def _asked(gradients: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(wide_dtype(x.dtype))
+    square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+    return wide.mul(scale).to(x.dtype).mul_(weight), scale
+
+
+def _backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor, for_x: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    normed = x.to(scale.dtype).mul(scale)
+    gradient = gradient.to(scale.dtype)
+    grad_x = grad_weight = x.new_empty(0)
+    if for_weight:
+        grad_weight = (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    if for_x:
+        scaled = gradient * weight
+        # d/dx of x s(x): s g - n mean(n g) s, n the normed input.
+        mean = torch.linalg.vecdot(scaled, normed).unsqueeze(-1).div_(x.shape[-1])
+        grad_x = scaled.addcmul_(normed, mean, value=-1).mul_(scale).to(x.dtype)
+    return grad_x, grad_weight
+
+
+# ---------------------------------------------------------------- Triton
+def _triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from gridtron.core.kernels.triton_kernels import rms_norm as kernels
+
+    return kernels.forward(x, weight, eps)
+
+
+def _triton_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor, for_x: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    from gridtron.core.kernels.triton_kernels import rms_norm as kernels
+
+    return kernels.backward(gradient, x, weight, scale, for_x, for_weight)
+
+
+def _fake_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
+        (*x.shape[:-1], 1), dtype=wide_dtype(x.dtype)
+    )
+
+
+def _fake_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor, for_x: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
+    return grad_x, torch.empty_like(weight) if for_weight else x.new_empty(0)
+
+
+_forward_operator = register(
+    "rms_norm", "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _triton_forward, _fake_forward
+)
+_backward_operator = register(
+    "rms_norm_backward",
+    "(Tensor gradient, Tensor x, Tensor weight, Tensor scale, bool for_x, bool for_weight) -> (Tensor, Tensor)",
+    _triton_backward,
+    _fake_backward,
+)
