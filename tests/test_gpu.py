@@ -33,6 +33,7 @@ def train(device, dtype, family="llama", recompute="none", steps=3, optimizer="a
         return initial, losses, full_state_dict(model), engine.evaluate([global_batch(Case(), 9)]).loss
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

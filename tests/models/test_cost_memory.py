@@ -155,6 +155,7 @@ def kept_bytes(config, recompute, dtype, batch, length, grid=None, sequence_para
     return sum(size for size, _ in found.values())
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", [("none",), ("selective",), ("full",), ("full", 1)], ids=str)
 @pytest.mark.parametrize("dropout", [(0.0, 0.0), (0.1, 0.0), (0.1, 0.1)], ids=str)
@@ -261,6 +262,7 @@ def tracked_peak(config, recompute, dtype, batch, length, microbatches):
     return sum(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("family", "mode"),
     [

@@ -45,6 +45,7 @@ def in_both_formats():
         )
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "dtype"), list(in_both_formats()))
 def test_logits_loss_and_gradients_are_those_of_transformers(name, dtype, folder):
     path = hugging.saved(name, folder)

@@ -45,6 +45,7 @@ def check_recompute(family, sequence_parallel):
             assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.case(23)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])

@@ -70,6 +70,7 @@ def check_one_rank_overflows(case, bad_rank):
         return rows, full_state_dict(engine.model, grid)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.case(29)
 @pytest.mark.parametrize(
     ("zero", "sizes", "bad_rank"),
@@ -114,6 +115,7 @@ def check_losses(case, dtype, scale):
         return losses, held
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("zero", "sizes"), [(0, (1, 1, 1)), (1, (2, 1, 1)), (2, (1, 2, 2)), (3, (2, 2, 1))], ids=str)
 def test_losses_in_float16_fall_as_in_float32(zero, sizes):
     case = case_of(zero, sizes)

@@ -15,6 +15,7 @@ def check(family, *, bound=1e-10, dropout=0.0, shape=None, **options):
     hold(config, bound, **options)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.case(4, 5, 19, 21)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -44,6 +45,7 @@ def pairwise_cases(seed=20261130):
     return pairwise_params(options, seed, every=6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", pairwise_cases())
 def test_pairwise(case):
     case = dict(case)
@@ -73,6 +75,7 @@ def test_twenty_steps_of_adamw(family, tensor, data, sequence_parallel, recomput
     )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.case(19)
 @pytest.mark.parametrize(
     ("shape", "tensor"),

@@ -44,6 +44,7 @@ def dropped(family, rate):
     return replace(FAMILIES[family], dropout=rate, attention_dropout=rate)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.case(23)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rate", [0.0, 0.1])
@@ -83,6 +84,7 @@ def steps_on_a_rank(family, rate):
     return equal
 
 
+@pytest.mark.sample(2)
 @pytest.mark.case(23)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_equal_to_the_bit_over_two_tensor_ranks(family):
@@ -119,6 +121,7 @@ FUSED = {
 }
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dropout", "attention_dropout"), [(0.0, 0.0), (0.0, 0.1), (0.1, 0.1)])

@@ -67,6 +67,7 @@ def compare_with_one_process(sizes, arguments):
             assert all(torch.equal(state[name], again[name]) for name in state)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("sizes", "arguments"), GRIDS)
 def test_every_rank_sees_the_state_of_one_process(sizes, arguments):
     run_ranks(compare_with_one_process, world(sizes), sizes, arguments)
@@ -142,6 +143,7 @@ def load_both(folder, sizes, arguments):
             assert list(state) == list(whole) and all(torch.equal(state[name], whole[name]) for name in whole)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

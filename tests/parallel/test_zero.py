@@ -70,6 +70,7 @@ def test_twenty_steps_of_muon_without_zero(grid):
     check("llama", 3, 1e-8, grid=grid, schedule=schedule, micro_batch_size=2, steps=20, optimizer=MUON)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
     "options", [{}, {"reduce": "each"}, pytest.param({"schedule": "zb_h1"}, marks=pytest.mark.slow)], ids=str

@@ -177,6 +177,7 @@ def test_modules_and_weights_that_are_used_twice(zero, kind):
     check(kind, "model", zero, 3, steps=3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("zero", "options"),
     [

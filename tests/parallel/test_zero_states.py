@@ -226,6 +226,7 @@ def check_wide_sums(case):
         return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_of_many_microbatches_are_added_up_wide(zero):
     """As by one process in float64 whose microbatches' gradients alone are rounded."""
@@ -298,6 +299,7 @@ def check_loaded_weights(case):
             assert torch.equal(rows.bfloat16().to(rows.dtype), rows), f"{item.name} is not the loaded one"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.case(9)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (2, 1, 2)], ids=str)

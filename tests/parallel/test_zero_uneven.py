@@ -41,6 +41,7 @@ def train_unevenly(case, numbers, masks):
         return losses, norms, full_state_dict(engine.model, grid)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("numbers", "masks"), [((3, 2), "uneven"), ((1, 0), "all"), ((0, 2), "uneven"), ((2, 2), "one_rank")], ids=str

@@ -61,6 +61,7 @@ def test_one_curve_on_every_grid(grid, text, unbroken, tmp_path):
                 assert a[key] == pytest.approx(b[key], rel=1e-10), (key, a["step"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_on_other_grids(text, unbroken, tmp_path):
     directory = tmp_path / "run"
     for stop, grid in [(3, "grid.tensor=2"), (5, "grid.data=2"), (8, "grid.tensor=1")]:

@@ -155,6 +155,7 @@ def assert_gone(ranks: list[psutil.Process]) -> None:
     assert alive == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("signals", "to_group", "code"),
     [

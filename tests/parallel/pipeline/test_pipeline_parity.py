@@ -13,6 +13,7 @@ def check(family, layers, bound=1e-10, shape=None, **options):
     hold(replace(FAMILIES[family], num_layers=layers, **(shape or {})), bound, **options)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.case(2, 17, 27)
 @pytest.mark.parametrize("pipeline", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -40,6 +41,7 @@ def pairwise_cases(seed=20261203):
     return pairwise_params(options, seed, every=6)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", pairwise_cases())
 def test_pairwise(case):
     case = dict(case)

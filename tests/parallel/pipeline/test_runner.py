@@ -95,6 +95,7 @@ def check_family(name, chunks, microbatches):
     return True
 
 
+@pytest.mark.sample(5)
 @pytest.mark.case(2)
 @pytest.mark.case(8)
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(few, marks=pytest.mark.slow) for few in (2, 3)), 4])
