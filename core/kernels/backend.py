@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from gridtron.core.kernels.config import AVAILABLE
+
+MAXIMUM_COLUMNS = 16384
+"""Numbers of one row that a program of Triton holds at once; longer rows are torch's, where the whole row is needed."""
 
 # A registration, not state: operators live as long as the library that defines them.
 _LIBRARY = torch.library.Library("gridtron", "FRAGMENT")
@@ -29,6 +33,16 @@ def register(name: str, schema: str, implementation: Callable[..., Any], fake: C
     return getattr(torch.ops.gridtron, name).default
 
 
+def launcher(file: str, function: str) -> Callable[..., Any]:
+    """A function of ``triton_kernels/file.py``, imported when it is first called: Triton takes a second."""
+
+    def launch(*arguments: Any) -> Any:
+        module = importlib.import_module(f"gridtron.core.kernels.triton_kernels.{file}")
+        return getattr(module, function)(*arguments)
+
+    return launch
+
+
 def backend_of(operation: str, backend: str, x: Tensor) -> str:
     """Which implementation a call takes: ``backend``, or for "auto" Triton on CUDA where it is installed, else torch.
 
@@ -45,3 +59,19 @@ def backend_of(operation: str, backend: str, x: Tensor) -> str:
         names = ", ".join(("auto", *AVAILABLE[operation]))
         raise ValueError(f"backend={backend!r}: {operation} has {names}")
     return backend
+
+
+def row_backend(operation: str, backend: str, x: Tensor) -> str:
+    """:func:`backend_of` for an operation whose kernels hold a whole row of ``x``."""
+    chosen = backend_of(operation, backend, x)
+    return "torch" if chosen == "triton" and x.shape[-1] > MAXIMUM_COLUMNS else chosen
+
+
+def asked(gradients: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """What autograd is to be told: None in place of a gradient that nobody asked for (an operator returns it empty)."""
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True))
+
+
+def contiguous_like(x: Tensor, needed: bool = True) -> Tensor:
+    """An uninitialised contiguous tensor of the shape of x, or an empty one."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gridtron.core.kernels.backend import backend_of, register
+from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, row_backend
 from gridtron.core.precision import wide_dtype
 
 
@@ -20,7 +20,7 @@ def rms_norm(
     Raises:
         ValueError: an unknown backend.
     """
-    chosen = backend_of("rms_norm", backend, x)
+    chosen = row_backend("rms_norm", backend, x)
     if chosen == "apex":
         from gridtron.core.kernels.apex import apex_rms_norm
 
@@ -41,11 +41,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         wanted = ctx.needs_input_grad[:2]
         run = _backward if ctx.backend == "torch" else _backward_operator
-        return *_asked(run(gradient, *ctx.saved_tensors, *wanted), wanted), None, None
-
-
-def _asked(gradients: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))
+        return *asked(run(gradient, *ctx.saved_tensors, *wanted), wanted), None, None
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -72,39 +68,22 @@ def _backward(
 
 
 # ---------------------------------------------------------------- Triton
-def _triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from gridtron.core.kernels.triton_kernels import rms_norm as kernels
-
-    return kernels.forward(x, weight, eps)
-
-
-def _triton_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor, for_x: bool, for_weight: bool
-) -> tuple[Tensor, Tensor]:
-    from gridtron.core.kernels.triton_kernels import rms_norm as kernels
-
-    return kernels.backward(gradient, x, weight, scale, for_x, for_weight)
-
-
 def _fake_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
-        (*x.shape[:-1], 1), dtype=wide_dtype(x.dtype)
-    )
+    return contiguous_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype))
 
 
 def _fake_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
-    return grad_x, torch.empty_like(weight) if for_weight else x.new_empty(0)
+    return contiguous_like(x, for_x), torch.empty_like(weight) if for_weight else x.new_empty(0)
 
 
 _forward_operator = register(
-    "rms_norm", "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _triton_forward, _fake_forward
+    "rms_norm", "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", launcher("rms_norm", "forward"), _fake_forward
 )
 _backward_operator = register(
     "rms_norm_backward",
     "(Tensor gradient, Tensor x, Tensor weight, Tensor scale, bool for_x, bool for_weight) -> (Tensor, Tensor)",
-    _triton_backward,
+    launcher("rms_norm", "backward"),
     _fake_backward,
 )

@@ -8,14 +8,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gridtron.core.kernels.backend import backend_of, launcher, register
+
 
 def rope(
     x: Float[Tensor, "batch heads sequence width"],
     cos: Float[Tensor, "sequence half"],
     sin: Float[Tensor, "sequence half"],
+    backend: str = "auto",
 ) -> Float[Tensor, "batch heads sequence width"]:
-    """Turns the pair (x[i], x[i + half]) at each position by that position's angle i; the rest stays."""
-    return _Rope.apply(x, cos, sin)
+    """Turns the pair (x[i], x[i + half]) at each position by that position's angle i; the rest stays.
+
+    Any strides; the result has those of ``torch.empty_like(x)``.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    return _Rope.apply(x, cos, sin, backend_of("rope", backend, x))
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -33,11 +42,22 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Rope(torch.autograd.Function):
     # A rotation's gradient is the rotation back: nothing of the input is kept.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, backend: str) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        ctx.backend = backend
+        return _turn(x, cos, sin) if backend == "torch" else _operator(x, cos, sin, False)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _turn(gradient, cos, -sin), None, None
+        turned = _turn(gradient, cos, -sin) if ctx.backend == "torch" else _operator(gradient, cos, sin, True)
+        return turned, None, None, None
+
+
+# ---------------------------------------------------------------- Triton
+_operator = register(
+    "rope",
+    "(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
+    launcher("rope", "turn"),
+    lambda x, cos, sin, back: torch.empty_like(x),
+)

@@ -9,21 +9,47 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register
 
-def swiglu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """``silu(gate) * up``; keeps its two inputs only."""
-    return _SwiGLU.apply(gate, up)
+
+def swiglu(
+    gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"], backend: str = "auto"
+) -> Float[Tensor, "*shape"]:
+    """``silu(gate) * up``; keeps its two inputs only, which may be halves of one tensor.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    return _SwiGLU.apply(gate, up, backend_of("swiglu", backend, gate))
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, backend: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        ctx.backend = backend
+        return F.silu(gate).mul_(up) if backend == "torch" else _forward_operator(gate, up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up = ctx.saved_tensors
+        if ctx.backend != "torch":
+            return *_backward_operator(gradient, gate, up), None
         grad_up = F.silu(gate).mul_(gradient)
         grad_gate = torch.ops.aten.silu_backward(gradient * up, gate)
-        return grad_gate, grad_up
+        return grad_gate, grad_up, None
+
+
+# ---------------------------------------------------------------- Triton
+_forward_operator = register(
+    "swiglu",
+    "(Tensor gate, Tensor up) -> Tensor",
+    launcher("swiglu", "forward"),
+    lambda gate, up: contiguous_like(gate),
+)
+_backward_operator = register(
+    "swiglu_backward",
+    "(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    launcher("swiglu", "backward"),
+    lambda gradient, gate, up: (contiguous_like(gate), contiguous_like(gate)),
+)

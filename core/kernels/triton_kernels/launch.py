@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,19 +11,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAXIMUM_BLOCK = 65536
-"""Numbers of one row that a program holds at once: above, registers spill."""
+_NUMBERS_A_THREAD = 32
+"""Of one operand that a thread holds: with more, a kernel of several operands spills its registers."""
 
 
-def tuned(kernel: Any, configurations: Sequence[triton.Config], key: Sequence[str]) -> Any:
+def tuned(
+    kernel: Any,
+    configurations: Sequence[triton.Config],
+    key: Sequence[str],
+    interpreted: Mapping[str, int],
+    restored: Sequence[str] = (),
+) -> Any:
     """``kernel`` under the configuration that is fastest for each value of the arguments ``key``.
 
-    The interpreter has no clock that matters and takes milliseconds a program: there the last configuration is taken,
-    which is the one with most rows a program.
+    Args:
+        configurations: block sizes, as ROWS or BLOCK, and warps; those that give a thread too much are left out.
+        interpreted: the block sizes in the interpreter, where a program takes milliseconds whatever its size.
+        restored: arguments that the kernel reads and overwrites: put back after each trial.
     """
     if triton.knobs.runtime.interpret:
-        configurations = configurations[-1:]
-    return triton.autotune(list(configurations), list(key))(kernel)
+        return triton.autotune([triton.Config(dict(interpreted))], list(key))(kernel)
+    tune = triton.autotune(
+        list(configurations),
+        list(key),
+        prune_configs_by={"early_config_prune": _fitting},
+        restore_value=list(restored) or None,
+    )
+    return tune(kernel)
+
+
+def _fitting(configurations: list[triton.Config], _: Mapping[str, Any], **given: Any) -> list[triton.Config]:
+    def load(configuration: triton.Config) -> float:
+        numbers = prod(configuration.kwargs.values()) * given.get("COLUMNS", 1)
+        return numbers / (32 * configuration.num_warps)
+
+    kept = [configuration for configuration in configurations if load(configuration) <= _NUMBERS_A_THREAD]
+    return kept or [min(configurations, key=load)]
+
+
+def row_configurations() -> list[triton.Config]:
+    """For kernels that hold whole rows of COLUMNS numbers, ROWS of them at once."""
+    choices = ((1, 4), (1, 8), (1, 16), (4, 4), (4, 8), (16, 4), (16, 8))
+    return [triton.Config({"ROWS": rows}, num_warps=warps) for rows, warps in choices]
+
+
+def flat_configurations() -> list[triton.Config]:
+    """For elementwise kernels over BLOCK numbers."""
+    return [triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((1024, 4), (2048, 4), (4096, 8))]
 
 
 def wide_type(dtype: torch.dtype) -> tl.dtype:

@@ -7,12 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gridtron.core.kernels.triton_kernels.launch import processors, rows_of, tuned, wide_type
+from gridtron.core.kernels.backend import contiguous_like
+from gridtron.core.kernels.triton_kernels.launch import processors, row_configurations, rows_of, tuned, wide_type
 from gridtron.core.precision import wide_dtype
-
-_CONFIGURATIONS = [
-    triton.Config({"ROWS": rows}, num_warps=warps) for rows, warps in ((1, 4), (1, 8), (1, 16), (4, 4), (4, 8), (16, 8))
-]
 
 
 @triton.jit
@@ -58,15 +55,15 @@ def _backward_kernel(
         tl.store(partial + tl.program_id(0).to(tl.int64) * columns + column, total, column < columns)
 
 
-_forward = tuned(_forward_kernel, _CONFIGURATIONS, ["columns"])
-_backward = tuned(_backward_kernel, _CONFIGURATIONS, ["columns"])
+_forward = tuned(_forward_kernel, row_configurations(), ["columns"], {"ROWS": 64})
+_backward = tuned(_backward_kernel, row_configurations(), ["columns"], {"ROWS": 64})
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y, the factor of each row)."""
     flat = rows_of(x)
     rows, columns = flat.shape
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = contiguous_like(x)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype))
     if y.numel():
         _forward[lambda meta: (triton.cdiv(rows, meta["ROWS"]),)](
@@ -82,7 +79,7 @@ def backward(
     """Gradients of (x, weight), each empty where it is not asked for."""
     given, flat = rows_of(gradient), rows_of(x)
     rows, columns = flat.shape
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
+    grad_x = contiguous_like(x, for_x)
     programs = max(1, min(4 * processors(x), rows))
     partial = torch.zeros((programs if for_weight else 0, columns), dtype=scale.dtype, device=x.device)
     if x.numel():
