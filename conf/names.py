@@ -14,6 +14,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "grid.data": ("dp", "dp_size", "data_parallel_size", "data_parallel_degree"),
     "grid.context": ("cp", "cp_size", "context_parallel", "context_parallel_size"),
     "grid.sequence_parallel": ("sp", "sequence_parallel", "enable_sequence_parallel"),
+    "grid.overlap": ("tp_comm_overlap", "async_tp", "enable_async_tensor_parallel", "enable_async_tp"),
     "pipeline.schedule": ("pipeline_schedule", "pp_schedule", "pipeline_parallel_schedule", "pipeline_schedule_csv"),
     "pipeline.chunks": ("virtual_pipeline_model_parallel_size", "vpp", "vp", "virtual_stages", "model_chunks",
                         "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
@@ -100,7 +101,6 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _NOT_BUILT: Mapping[str, str] = {
-    "grid.overlap": "overlapping communication with matrix products",
     "train.compile": "torch.compile over a run",
     "data.packing": "packing modes; samples run over the ends of documents",
     "logging.wandb": "Weights & Biases; a logger of your own comes in by plugins=",

@@ -12,6 +12,7 @@ from gridtron.conf.checkpoint_rules import checkpoint_violations
 from gridtron.conf.pipeline_rules import schedule_violations
 from gridtron.conf.recompute_rules import recompute_violations
 from gridtron.conf.schema import Plan
+from gridtron.conf.speed_rules import overlap_violations
 from gridtron.conf.values import Violation
 from gridtron.core.data.config import DataConfig
 from gridtron.core.layout import AXIS_NAMES, nearest_divisor, resolve_sizes
@@ -204,6 +205,10 @@ def sequence_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         )
 
 
+def overlap_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    return overlap_violations(plan, around.devices)
+
+
 # ---------------------------------------------------------------- the pipeline
 def pipeline_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     sizes = sizes_of(plan, around)
@@ -306,6 +311,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     model_rule,
     tensor_rule,
     sequence_rule,
+    overlap_rule,
     pipeline_rule,
     recompute_rule,
     shard_rule,

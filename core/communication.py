@@ -80,7 +80,15 @@ def start_reduce_scatter(tensor: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
             f"nearest lengths: {length * axis.size}, {(length + 1) * axis.size}"
         )
     out = tensor.new_empty(length, *tensor.shape[1:])
-    return out, reduce_scatter_single(out, tensor.contiguous(), group=axis.group, async_op=True)
+    return out, start_reduce_scatter_into(out, tensor, axis)
+
+
+def start_reduce_scatter_into(out: Tensor, tensor: Tensor, axis: Axis) -> Pending:
+    """This rank's (n, ...) of the sum of (axis.size * n, ...), into ``out``, which is contiguous."""
+    if axis.size == 1:
+        out.copy_(tensor)
+        return Done()
+    return reduce_scatter_single(out, tensor.contiguous(), group=axis.group, async_op=True)
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
@@ -265,12 +273,31 @@ class Ledger(TorchDispatchMode):
                     self._names.setdefault(group.group_name, name)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "symm_mem":
+            return self._count_fused(function, args, kwargs or {})
         if function.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             operation = _OPERATIONS.get(function._schema.name.split("::")[1])
             if operation is not None:
                 arguments = [*args, *(kwargs or {}).values()]
-                self.entries.append(Entry(self._axis_of(arguments), operation, _largest_bytes(arguments)))
+                result = function(*args, **(kwargs or {}))
+                # c10d's have their outputs among the arguments, the functional ones return them.
+                tensors = [*arguments, result] if function.namespace != "c10d" else arguments
+                self.entries.append(Entry(self._axis_of(arguments), operation, _largest_bytes(tensors)))
+                return result
         return function(*args, **(kwargs or {}))
+
+    def _count_fused(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """torch's products with a collective inside, which below this mode shows no other operator."""
+        result = function(*args, **kwargs)
+        name, tensors = function._schema.name.split("::")[1], [value for value in args if isinstance(value, Tensor)]
+        if name == "fused_all_gather_matmul":
+            share, product = tensors[0], result[1][0]
+            size = share.nbytes * product.shape[0] // share.shape[0]
+            self.entries.append(Entry(self._axis_of(args), "all_gather", size))
+        elif name == "fused_matmul_reduce_scatter":
+            size = result.nbytes * tensors[0].shape[0] // result.shape[0]
+            self.entries.append(Entry(self._axis_of(args), "reduce_scatter", size))
+        return result
 
     def _axis_of(self, arguments: Sequence[Any]) -> str:
         for value in arguments:

@@ -20,6 +20,12 @@ class GridConfig:
     sequence_parallel: bool = option(
         False, "split norms, dropout and residuals along the sequence; no effect at tensor=1"
     )
+    overlap: str = option(
+        "none",
+        "with sequence_parallel, collectives of the tensor axis behind matrix products: in pieces of the sequence, or "
+        "by torch's fused operators over symmetric memory (CUDA); no effect at tensor=1",
+        choices=("none", "chunked", "symmetric_memory"),
+    )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Each is looked for, never assumed by version.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,34 @@ def functional_reduce_scatter(tensor: Tensor, group: Any) -> Tensor:
     return operators.wait_tensor(operators.reduce_scatter_tensor(tensor, "sum", group.size(), group.group_name))
 
 
+# ---------------------------------------------------------------- symmetric memory
+def symmetric_memory_fault() -> str | None:
+    """Why torch's fused products over symmetric memory cannot run here; None where they can."""
+    if not torch.cuda.is_available():
+        return "it needs CUDA devices that reach each other's memory, and there is none here"
+    try:
+        importlib.import_module("torch.distributed._symmetric_memory")  # registers the operators
+    except ImportError:
+        return f"torch {torch.__version__} has no symmetric memory"
+    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    missing = [name for name in names if not hasattr(torch.ops.symm_mem, name)]
+    return f"torch {torch.__version__} has no symm_mem::{missing[0]}" if missing else None
+
+
+def fused_gather_products(
+    share: Tensor, matrices: Sequence[Tensor], group: Any, keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """(the gathered share if ``keep``, the products of the gathered share and each matrix): one operator."""
+    operator = torch.ops.symm_mem.fused_all_gather_matmul
+    whole, products = operator(share, list(matrices), 0, group.group_name, return_A=keep)
+    return whole if keep else None, products
+
+
+def fused_product_scatter(x: Tensor, matrix: Tensor, group: Any) -> Tensor:
+    """This rank's share of the first dimension of the sum of x @ matrix over a group: one operator."""
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.group_name)
+
+
 __all__ = [
     "TorchDispatchMode",
     "all_gather_single",
@@ -111,9 +140,12 @@ __all__ = [
     "fsdp_reduce",
     "functional_all_reduce",
     "functional_reduce_scatter",
+    "fused_gather_products",
+    "fused_product_scatter",
     "gradient_shape",
     "norms_of",
     "reduce_scatter_single",
     "scale_",
+    "symmetric_memory_fault",
     "tree_leaves",
 ]

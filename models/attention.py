@@ -62,7 +62,7 @@ class Attention(nn.Module):
         context: SampleContext | None = None,
     ) -> Float[Tensor, "share batch hidden"]:
         layers = [(layer.weight, layer.bias) for layer in (self.q, self.k, self.v)]
-        projected = column_linear(x, layers, self.q.axis, self.q.sequence_parallel)
+        projected = column_linear(x, layers, self.q.axis, self.q.sequence_parallel, self.q.overlap)
         q, k, v = (rearrange(t, "s b (heads width) -> b heads s width", width=self.width) for t in projected)
         if tables is not None:
             q, k = rope(q, *tables), rope(k, *tables)

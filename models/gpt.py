@@ -45,6 +45,7 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last = first, last
         self.config, self.axis, self.sequence_parallel = gpt.config, gpt.axis, gpt.sequence_parallel
+        self.overlap = gpt.overlap
         operations = tuple(gpt.recompute.operations or ())
         # The attention core's own checkpoint is inside of the layer.
         outer: dict[str, str | tuple[str, ...]] = {"full": "full", "operations": operations}
@@ -117,7 +118,8 @@ class Stage(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         if not self.config.tie_embeddings:
             return self.head(x)
-        (logits,) = column_linear(x, [(self.embedding.weight, None)], self.axis, self.sequence_parallel)
+        layers = [(self.embedding.weight, None)]
+        (logits,) = column_linear(x, layers, self.axis, self.sequence_parallel, self.overlap)
         return logits
 
 
@@ -137,6 +139,7 @@ class GPT(nn.Module):
         sequence_length: that costs are balanced at; default: config.max_position_embeddings.
         seed: of weights and dropout; default: drawn from torch's default CPU generator.
         sequence_parallel: norms, dropout and residuals on shares of the sequence.
+        overlap: as TensorParallelLinear has it; "none" where ``recompute`` keeps operations of a list.
         recompute: what is recomputed in the backward pass, alike on every stage; not "auto".
         policies: of each layer of the whole model, "none", "selective" (the attention core), "operations" (those of
             ``recompute``) or "full", in place of what ``recompute`` says of them.
@@ -168,6 +171,7 @@ class GPT(nn.Module):
         sequence_length: int | None = None,
         seed: int | None = None,
         sequence_parallel: bool = False,
+        overlap: str = "none",
         recompute: RecomputeConfig | None = None,
         policies: Sequence[str] | None = None,
         device: Any = None,
@@ -194,6 +198,8 @@ class GPT(nn.Module):
         linear = {"axis": axis, "sequence_parallel": self.sequence_parallel, "device": "meta", "dtype": dtype}
         if "operations" in self.policies:
             linear["forward_sum"] = forward_sum(self.recompute.operations or ())
+        # A list keeps whole products by name; there are none in pieces.
+        self.overlap = linear["overlap"] = "none" if "operations" in self.policies else overlap
         ranges = self.layer_ranges
         layers = [layer for stage in held for layer in range(*ranges[stage])]
         first, last = 0 in held, count - 1 in held

@@ -39,5 +39,5 @@ class MLP(nn.Module):
         if self.gate is None:
             return self.down(_ACTIVATIONS[self.activation](self.up(x)))
         layers = [(layer.weight, layer.bias) for layer in (self.gate, self.up)]
-        gate, up = column_linear(x, layers, self.up.axis, self.up.sequence_parallel)
+        gate, up = column_linear(x, layers, self.up.axis, self.up.sequence_parallel, self.up.overlap)
         return self.down(swiglu(gate, up))

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gridtron.core.communication import (
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
 from gridtron.core.grid import Axis
 from gridtron.core.pieces import take_rows
 from gridtron.core.random import draw_key, random_key, uniform_
 from gridtron.core.sharding import Ranges, Sharding, even_ranges, nonempty
-from gridtron.core.torch_compat import functional_all_reduce, functional_reduce_scatter
 from gridtron.parallel.collectives import gather_from_region
-from gridtron.parallel.gradient_door import accumulate_gradient, deferral_of
+from gridtron.parallel.gradient_door import deferral_of
+from gridtron.parallel.overlap import overlap_fault
+from gridtron.parallel.products import ColumnProducts, RowProduct
 
 FORWARD_SUMS = ("in_place", "new", "release")
 
@@ -54,9 +46,11 @@ class TensorParallelLinear(nn.Module):
         forward_sum: row only, how the product is summed over the axis: "in_place"; "new", a tensor of its own by
             torch's functional collectives, so that a selective checkpoint may keep both; "release", likewise, and the
             product's memory is let go at once, for a checkpoint that keeps both and never reads the product again.
+        overlap: with sequence_parallel, how collectives hide behind products: "none"; "chunked", in pieces of the
+            sequence; "symmetric_memory", by torch's fused operators on CUDA (:mod:`gridtron.parallel.overlap`).
 
     Raises:
-        ValueError: an unknown partition, or options that do not go together.
+        ValueError: an unknown partition, an overlap that this machine has not, or options that do not go together.
     """
 
     def __init__(
@@ -74,6 +68,7 @@ class TensorParallelLinear(nn.Module):
         *,
         rows: Sequence[Ranges] | None = None,
         forward_sum: str = "in_place",
+        overlap: str = "none",
     ):
         super().__init__()
         if partition not in ("column", "row"):
@@ -86,7 +81,10 @@ class TensorParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         if forward_sum not in FORWARD_SUMS:
             raise ValueError(f"forward_sum={forward_sum!r}: it is one of {', '.join(FORWARD_SUMS)}")
-        self.partition, self.gather_output, self.forward_sum = partition, gather_output, forward_sum
+        if fault := overlap_fault(overlap, forward_sum):
+            raise ValueError(fault)
+        self.partition, self.gather_output = partition, gather_output
+        self.forward_sum, self.overlap = forward_sum, overlap
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         dim = 0 if partition == "column" else 1
         length = (out_features, in_features)[dim]
@@ -124,12 +122,12 @@ class TensorParallelLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch out"]:
         if self.partition == "column":
-            (y,) = column_linear(x, [(self.weight, self.bias)], self.axis, self.sequence_parallel)
+            (y,) = column_linear(x, [(self.weight, self.bias)], self.axis, self.sequence_parallel, self.overlap)
             if self.gather_output:
                 lengths = tuple(self.shardings["weight"].local_shape(rank)[0] for rank in range(self.axis.size))
                 y = gather_from_region(y, self.axis, -1, lengths)
             return y
-        return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.forward_sum)
+        return row_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.forward_sum, self.overlap)
 
     def extra_repr(self) -> str:
         return (
@@ -153,12 +151,14 @@ def column_linear(
     layers: Sequence[tuple[Tensor, Tensor | None]],
     axis: Axis,
     sequence_parallel: bool = False,
+    overlap: str = "none",
 ) -> tuple[Tensor, ...]:
     """Several column-parallel products of one input: one gather forward, one reduction of its gradient backward.
 
     Args:
         x: (..., in); with sequence_parallel this rank's share of the first dimension.
         layers: pairs (weight (out share, in), bias (out share) or None), as q, k and v.
+        overlap: as TensorParallelLinear has it.
 
     Returns:
         One (..., out share) a layer.
@@ -168,7 +168,8 @@ def column_linear(
         deferral.able.update(weight for weight, _ in layers)
     elif len(layers) == 1 and axis.size == 1:
         return (F.linear(x, *layers[0]),)
-    return _ColumnLinear.apply(x, axis, sequence_parallel and axis.size > 1, *(t for pair in layers for t in pair))
+    parameters = (parameter for layer in layers for parameter in layer)
+    return ColumnProducts.apply(x, axis, sequence_parallel and axis.size > 1, overlap, *parameters)
 
 
 def row_linear(
@@ -178,117 +179,16 @@ def row_linear(
     axis: Axis,
     sequence_parallel: bool = False,
     forward_sum: str = "in_place",
+    overlap: str = "none",
 ) -> Float[Tensor, "*batch out"]:
     """Row-parallel product: (..., in share) -> (..., out), summed over the axis, the bias added once.
 
-    ``forward_sum`` as TensorParallelLinear has it.
+    ``forward_sum`` and ``overlap`` as TensorParallelLinear has them.
     """
     deferral = deferral_of(weight)
     if deferral is not None:
         deferral.able.add(weight)
     elif axis.size == 1:
         return F.linear(x, weight, bias)
-    y = _RowLinear.apply(x, weight, axis, sequence_parallel, forward_sum)
+    y = RowProduct.apply(x, weight, axis, sequence_parallel and axis.size > 1, forward_sum, overlap)
     return y if bias is None else y + bias
-
-
-def as_rows(x: Float[Tensor, "*batch features"]) -> Float[Tensor, "rows features"]:
-    """All dimensions but the last as one; of a rank without any feature too, where -1 could not be inferred."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-class _ColumnLinear(torch.autograd.Function):
-    defers_weight_gradients = True
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sequence_parallel: bool, *parameters: Tensor | None) -> Any:
-        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        weights = parameters[::2]
-        # With sequence parallelism only the share is kept: the whole is gathered again for the weight's gradient.
-        ctx.save_for_backward(x, *weights)
-        ctx.deferral = deferral_of(*parameters)
-        # Not those that are saved: a hook on saved tensors hands back others.
-        ctx.parameters = parameters if ctx.deferral is not None else ()
-        whole = all_gather(x, axis) if sequence_parallel else x
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, parameters[1::2], strict=True))  # type: ignore[arg-type]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        axis, needs = ctx.axis, ctx.needs_input_grad
-        deferral = ctx.deferral if ctx.deferral is not None and ctx.deferral.active else None
-        needs_weight = any(needs[3:]) and deferral is None
-        flat = [as_rows(gradient) for gradient in gradients]
-        whole, gathered = start_all_gather(x, axis) if ctx.sequence_parallel and needs_weight else (x, None)
-        grad_x = reduced = None
-        if needs[0]:
-            grad_x = flat[0] @ weights[0]
-            for gradient, weight in zip(flat[1:], weights[1:], strict=True):
-                torch.addmm(grad_x, gradient, weight, out=grad_x)
-            shape = (*gradients[0].shape[:-1], x.shape[-1])
-            grad_x = grad_x.view(shape)
-            # The weights' gradients are computed while the input's travels.
-            if ctx.sequence_parallel:
-                if gathered is not None:
-                    gathered.wait()
-                grad_x, reduced = start_reduce_scatter(grad_x, axis)
-            else:
-                reduced = start_all_reduce(grad_x, axis)
-        elif gathered is not None:
-            gathered.wait()
-        grads: list[Tensor | None] = [None] * len(needs[3:])
-        if deferral is not None:
-            layers = list(zip(ctx.parameters[::2], ctx.parameters[1::2], flat, strict=True))
-            deferral.push(partial(_finish_weights, x, axis if ctx.sequence_parallel else Axis("tensor"), layers))
-        else:
-            rows = as_rows(whole)
-            for index, gradient in enumerate(flat):
-                grads[2 * index] = gradient.t() @ rows if needs[3 + 2 * index] else None
-                grads[2 * index + 1] = gradient.sum(0) if needs[4 + 2 * index] else None
-        if reduced is not None:
-            reduced.wait()
-        return grad_x, None, None, *grads
-
-
-@torch.no_grad()  # the second half runs outside of any backward pass
-def _finish_weights(x: Tensor, gathered: Axis, layers: list[tuple[Tensor, Tensor | None, Tensor]]) -> None:
-    """The deferred half: gradients of (weight, bias) pairs from the input, gathered again over an axis, and that of
-    the output as rows."""
-    rows = as_rows(all_gather(x, gathered))
-    for weight, bias, gradient in layers:
-        if weight.requires_grad:
-            accumulate_gradient(cast(nn.Parameter, weight), gradient.t() @ rows)
-        if bias is not None and bias.requires_grad:
-            accumulate_gradient(cast(nn.Parameter, bias), gradient.sum(0))
-
-
-class _RowLinear(torch.autograd.Function):
-    defers_weight_gradients = True
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, forward_sum: str) -> Tensor:
-        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        ctx.deferral = deferral_of(weight)
-        ctx.parameter = weight if ctx.deferral is not None else None
-        ctx.save_for_backward(x, weight)
-        y = F.linear(x, weight)
-        if forward_sum != "in_place" and axis.size > 1:
-            total = (functional_reduce_scatter if sequence_parallel else functional_all_reduce)(y, axis.group)
-            if forward_sum == "release":
-                y.untyped_storage().resize_(0)
-            return total
-        return reduce_scatter(y, axis) if sequence_parallel else all_reduce(y, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        if ctx.sequence_parallel:
-            gradient = all_gather(gradient, ctx.axis)
-        flat = as_rows(gradient)
-        grad_x = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.deferral is not None and ctx.deferral.active:
-            ctx.deferral.push(partial(_finish_weights, x, Axis("tensor"), [(ctx.parameter, None, flat)]))
-        elif ctx.needs_input_grad[1]:
-            grad_weight = flat.t() @ as_rows(x)
-        return grad_x, grad_weight, None, None, None

@@ -12,7 +12,7 @@ from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
 from gridtron.core.precision import wide_dtype
 from gridtron.core.sharding import even_ranges
-from gridtron.parallel.linear import as_rows
+from gridtron.parallel.products import as_rows
 
 
 def vocab_parallel_cross_entropy(

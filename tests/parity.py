@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,6 +76,7 @@ class Case:
     schedule: str | None = None
     chunks: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
+    overlap: str = "none"
     # What may change the numbers:
     global_batch_size: int = 8
     sequence_length: int = 24
@@ -99,6 +100,7 @@ class Case:
             schedule=None,
             chunks=None,
             layers_per_stage=None,
+            overlap="none",
         )
 
 
@@ -142,6 +144,7 @@ def build_engine(
     scaler: LossScaler | None = None,
     seed: int = 7,
     grad_norms: str | None = None,
+    recompute: RecomputeConfig | None = None,
 ) -> TrainingEngine:
     """The engine that trains ``case`` on this rank, in any number format."""
     stages: dict[str, Any] = {}
@@ -156,7 +159,8 @@ def build_engine(
         layers_per_stage=case.layers_per_stage,
         seed=seed,
         sequence_parallel=case.sequence_parallel,
-        recompute=RecomputeConfig(case.recompute),
+        overlap=case.overlap,
+        recompute=recompute or RecomputeConfig(case.recompute),
         dtype=dtype,
     )
     for name, parameter in model.named_parameters():
@@ -196,14 +200,17 @@ def run_case(case: Case) -> dict[str, Any]:
 _REFERENCES: dict[str, dict[str, Any]] = {}
 
 
-def hold(config: GPTConfig, bound: float = 1e-10, **options: Any) -> None:
-    """Runs a case on all ranks of its grid: each of them has what one plain process has, and replicas are equal."""
+def hold(config: GPTConfig, bound: float = 1e-10, run: Callable[[Case], Any] = run_case, **options: Any) -> None:
+    """Runs a case on all ranks of its grid: each of them has what one plain process has, and replicas are equal.
+
+    ``run`` is run_case, or a test's own that calls it in other surroundings.
+    """
     case = Case(config=config, **options)
     plain = case.plain()
     if repr(plain) not in _REFERENCES:
         _REFERENCES[repr(plain)] = run_case(plain)
     reference = _REFERENCES[repr(plain)]
-    results = run_ranks(run_case, math.prod(case.grid.values()), case)
+    results = run_ranks(run, math.prod(case.grid.values()), case)
     held = {key: tensor for result in results for key, tensor in result["replicas"].items()}
     for result in results:
         assert_parity(result, reference, bound)

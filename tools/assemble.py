@@ -165,6 +165,7 @@ def build_model(
         sequence_length=plan.train.sequence_length,
         seed=plan.train.seed,
         sequence_parallel=plan.grid.sequence_parallel,
+        overlap=plan.grid.overlap,
         recompute=plan.recompute,
         policies=policies,
         device=grid.device,

@@ -12,7 +12,7 @@ from gridtron.conf.values import Violation
 
 OPTIONS = """
 run.directory
-grid.data grid.pipeline grid.context grid.tensor grid.order grid.sequence_parallel
+grid.data grid.pipeline grid.context grid.tensor grid.order grid.sequence_parallel grid.overlap
 pipeline.schedule pipeline.chunks pipeline.layers_per_stage
 recompute.mode recompute.layers recompute.operations recompute.budget_bytes
 data_parallel.zero data_parallel.bucket_bytes data_parallel.shard_size data_parallel.reduce
