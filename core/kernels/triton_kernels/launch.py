@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -60,6 +60,11 @@ def flat_configurations() -> list[triton.Config]:
     return [triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((1024, 4), (2048, 4), (4096, 8))]
 
 
+def flat_grid(numbers: int) -> Callable[[Mapping[str, int]], tuple[int]]:
+    """As many programs as blocks of BLOCK numbers."""
+    return lambda meta: (triton.cdiv(numbers, meta["BLOCK"]),)
+
+
 def wide_type(dtype: torch.dtype) -> tl.dtype:
     """What a kernel computes in: float32, or the dtype of the data where that is wider."""
     return tl.float64 if dtype == torch.float64 else tl.float32
@@ -67,7 +72,7 @@ def wide_type(dtype: torch.dtype) -> tl.dtype:
 
 def rows_of(x: Tensor) -> Tensor:
     """(rows, columns) with neighbouring columns next to each other in memory; a copy only where they are not."""
-    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1]) if x.ndim else x.reshape(1, 1)
     return flat if flat.stride(-1) == 1 or flat.shape[-1] <= 1 else flat.contiguous()
 
 

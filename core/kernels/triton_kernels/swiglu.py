@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gridtron.core.kernels.backend import contiguous_like
-from gridtron.core.kernels.triton_kernels.launch import flat_configurations, rows_of, tuned, wide_type
+from gridtron.core.kernels.triton_kernels.launch import flat_configurations, flat_grid, rows_of, tuned, wide_type
 
 
 @triton.jit
@@ -54,16 +54,12 @@ _forward = tuned(_forward_kernel, flat_configurations(), ["FLAT"], {"BLOCK": 409
 _backward = tuned(_backward_kernel, flat_configurations(), ["FLAT"], {"BLOCK": 4096})
 
 
-def _grid(numbers: int):  # type: ignore[no-untyped-def]
-    return lambda meta: (triton.cdiv(numbers, meta["BLOCK"]),)
-
-
 def forward(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     out = contiguous_like(gate)
     if out.numel():
         a, b = rows_of(gate), rows_of(up)
-        _forward[_grid(out.numel())](
+        _forward[flat_grid(out.numel())](
             a, b, out, out.numel(), a.shape[1], a.stride(0), b.stride(0),
             FLAT=a.is_contiguous() and b.is_contiguous(), WIDE=wide_type(gate.dtype),
         )  # fmt: skip
@@ -75,7 +71,7 @@ def backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
     grad_gate, grad_up = contiguous_like(gate), contiguous_like(gate)
     if gate.numel():
         given, a, b = rows_of(gradient), rows_of(gate), rows_of(up)
-        _backward[_grid(gate.numel())](
+        _backward[flat_grid(gate.numel())](
             given, a, b, grad_gate, grad_up, gate.numel(), a.shape[1], given.stride(0), a.stride(0), b.stride(0),
             FLAT=all(one.is_contiguous() for one in (given, a, b)), WIDE=wide_type(gate.dtype),
         )  # fmt: skip

@@ -26,7 +26,7 @@ class Call:
         run: (inputs, backend) -> the result.
         differentiated: names of inputs.
         shapes: odd, small ones for the interpreter.
-        large: one in use, for a compiler and a device.
+        large: in use, for a device.
     """
 
     operation: str
@@ -35,6 +35,11 @@ class Call:
     differentiated: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     large: tuple[int, ...]
+
+    @property
+    def compiled(self) -> tuple[int, ...]:
+        """As ``large`` with less around the last dimension: what is compiled is the same."""
+        return (*(min(size, 16) for size in self.large[:-1]), self.large[-1])
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -59,11 +64,87 @@ def _layer_norm(inputs: Inputs, backend: str) -> Tensor:
     return layer_norm(inputs["x"], inputs["weight"], inputs.get("bias"), 1e-5, backend)
 
 
+# ---------------------------------------------------------------- rotary positions
+def _rope_inputs(shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    """(sequence, batch, heads, width), as a projection gives it, seen as (batch, heads, sequence, width); a quarter of
+    an odd width stays as it is."""
+    length, _, _, width = shape
+    half = width // 2 if width % 4 == 0 else width * 3 // 8
+    angles = normal((length, half), generator)
+    return {"x": normal(shape, generator).permute(1, 2, 0, 3), "cos": angles.cos(), "sin": angles.sin()}
+
+
+def _rope(inputs: Inputs, backend: str) -> Tensor:
+    from gridtron.core.kernels.rope import rope
+
+    return rope(inputs["x"], inputs["cos"], inputs["sin"], backend)
+
+
+# ---------------------------------------------------------------- activations
+def _swiglu_inputs(shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    """Halves of one tensor."""
+    gate, up = (3 * normal((*shape[:-1], 2 * shape[-1]), generator)).chunk(2, -1)
+    return {"gate": gate, "up": up}
+
+
+def _apart_inputs(shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    return {"gate": normal(shape, generator), "up": normal(shape, generator)}
+
+
+def _swiglu(inputs: Inputs, backend: str) -> Tensor:
+    from gridtron.core.kernels.swiglu import swiglu
+
+    return swiglu(inputs["gate"], inputs["up"], backend)
+
+
+def _bias_gelu(approximate: str, bias: bool = True) -> Callable[[Inputs, str], Tensor]:
+    def run(inputs: Inputs, backend: str) -> Tensor:
+        from gridtron.core.kernels.bias_gelu import bias_gelu
+
+        return bias_gelu(inputs["x"], inputs["bias"] if bias else None, approximate, backend)
+
+    return run
+
+
+# ---------------------------------------------------------------- attention
+def _scores(shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    """Scores, and a mask that leaves nothing of the first query."""
+    mask = torch.rand(shape[0], 1, *shape[2:], generator=generator) < 0.3
+    mask[:, :, :1] = True
+    return {"scores": 5 * normal(shape, generator), "mask": mask}
+
+
+def _softmax(causal: bool, mask: bool) -> Callable[[Inputs, str], Tensor]:
+    def run(inputs: Inputs, backend: str) -> Tensor:
+        from gridtron.core.kernels.scaled_masked_softmax import scaled_masked_softmax
+
+        return scaled_masked_softmax(inputs["scores"], 0.3, causal, inputs["mask"] if mask else None, backend)
+
+    return run
+
+
 ROWS = ((37, 101), (3, 5, 16), (1, 7), (4, 1), (0, 8), (2, 0, 3))
+# The gradient of a lone number is zero: what comes out is noise over the root of eps.
+LAYER_NORM = tuple(shape for shape in ROWS if shape[-1] > 1)
+HEADS = ((7, 2, 3, 16), (5, 1, 2, 10), (1, 1, 1, 2), (0, 2, 2, 4))
+SCORES = ((2, 3, 7, 7), (1, 2, 5, 9), (1, 1, 9, 5), (2, 1, 1, 1), (0, 2, 4, 4))
 
 CALLS: Mapping[str, Call] = {
     "rms_norm": Call("rms_norm", _norm_inputs, _rms_norm, ("x", "weight"), ROWS, (8192, 4096)),
-    "layer_norm": Call("layer_norm", _norm_inputs, _layer_norm, ("x", "weight", "bias"), ROWS, (8192, 4096)),
+    "layer_norm": Call("layer_norm", _norm_inputs, _layer_norm, ("x", "weight", "bias"), LAYER_NORM, (8192, 4096)),
+    "rope": Call("rope", _rope_inputs, _rope, ("x",), HEADS, (2048, 2, 32, 128)),
+    "swiglu": Call("swiglu", _swiglu_inputs, _swiglu, ("gate", "up"), (*ROWS, (5,)), (4096, 14336)),
+    "swiglu apart": Call("swiglu", _apart_inputs, _swiglu, ("gate", "up"), ((3, 1031),), (4096, 14336)),
+    "bias_gelu": Call("bias_gelu", _norm_inputs, _bias_gelu("none"), ("x", "bias"), ROWS, (4096, 16384)),
+    "bias_gelu tanh": Call("bias_gelu", _norm_inputs, _bias_gelu("tanh"), ("x", "bias"), ((37, 101),), (4096, 16384)),
+    "gelu": Call("bias_gelu", _norm_inputs, _bias_gelu("none", bias=False), ("x",), ((37, 101),), (4096, 16384)),
+    "softmax": Call("scaled_masked_softmax", _scores, _softmax(True, False), ("scores",), SCORES, (2, 32, 4096, 4096)),
+    "softmax masked": Call(
+        "scaled_masked_softmax", _scores, _softmax(False, True), ("scores",), SCORES, (2, 32, 4096, 4096)
+    ),
+    "softmax both": Call(
+        "scaled_masked_softmax", _scores, _softmax(True, True), ("scores",), SCORES, (2, 32, 4096, 4096)
+    ),
 }
 
 
