@@ -125,7 +125,7 @@ def _gathered_in_pieces(
 
 def _gather_in_turn(
     share: Tensor, axis: Axis, pieces: Sequence[tuple[int, int]]
-) -> Generator[tuple[tuple[int, int], Tensor]]:
+) -> Generator[tuple[tuple[int, int], Tensor], None, None]:
     """Each piece with what all ranks have of it (axis.size, length, ...); the next one travels meanwhile."""
     # `pending` is never left behind: whoever stops in between (an error in a product) still waits for what travels.
     buffer, pending = start_all_gather(share[slice(*pieces[0])], axis)
