@@ -28,9 +28,12 @@ def rope(
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty_like(x)
     turning = 2 * cos.shape[-1]
     first, second = x[..., :turning].chunk(2, -1)
+    if torch.compiler.is_compiling():
+        # A compiler makes one pass of it, and does not follow writes into parts of a tensor.
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., turning:]), -1)
+    out = torch.empty_like(x)
     turned_first, turned_second = out[..., :turning].chunk(2, -1)
     if turning < x.shape[-1]:
         out[..., turning:] = x[..., turning:]
