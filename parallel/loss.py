@@ -10,7 +10,9 @@ from torch import Tensor
 
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
-from gridtron.core.precision import wide_dtype
+from gridtron.core.kernels.backend import backend_of
+from gridtron.core.kernels.cross_entropy import ELSEWHERE, IGNORED, Statistics, statistics
+from gridtron.core.kernels.cross_entropy import gradient as logits_gradient
 from gridtron.core.sharding import even_ranges
 from gridtron.parallel.products import as_rows
 
@@ -23,6 +25,7 @@ def vocab_parallel_cross_entropy(
     inplace: bool = False,
     *,
     vocabulary: int | None = None,
+    backend: str = "auto",
 ) -> Float[Tensor, "*batch"]:
     """Loss of each token: ``log sum exp(logits) - logits[target]``, 0 where the target is ``ignore_index``.
 
@@ -38,19 +41,21 @@ def vocab_parallel_cross_entropy(
         ignore_index: targets with no loss and no gradient.
         inplace: overwrite the logits (they must not be needed again): saves their bytes once more.
         vocabulary: size of the whole vocabulary, where it is known; else the shares are summed over the axis.
+        backend: of the local passes: "triton", "torch" or "auto".
 
     Returns:
         (...) losses, a mean is the caller's: what counts may lie on other ranks.
 
     Raises:
-        ValueError: shapes that do not match, or (on the CPU) a target outside the vocabulary.
+        ValueError: shapes that do not match, or (on the CPU) a target outside the vocabulary, or an unknown backend.
     """
     axis = Axis.of(axis)
+    backend = backend_of("cross_entropy", backend, logits)
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits {tuple(logits.shape)} and target {tuple(target.shape)} must agree in all but the last dimension"
         )
-    return _CrossEntropy.apply(logits, target, axis, ignore_index, inplace, vocabulary)
+    return _CrossEntropy.apply(logits, target, axis, ignore_index, inplace, vocabulary, backend)
 
 
 def _vocabulary_place(share: int, total: int | None, axis: Axis, device: torch.device) -> tuple[int, int]:
@@ -77,51 +82,54 @@ class _CrossEntropy(torch.autograd.Function):
         ignore_index: int,
         inplace: bool,
         vocabulary: int | None,
+        backend: str,
     ) -> Tensor:
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        share = logits.shape[-1]
-        wide = wide_dtype(logits.dtype)
+        ctx.shape, ctx.dtype, ctx.backend = logits.shape, logits.dtype, backend
+        # What torch keeps is its own: only Triton's gradient has no other place to go than over the logits.
+        ctx.inplace = inplace and backend == "triton"
         # Detached: a view made here of a tensor that autograd tracks could not be changed in place.
         flat = as_rows(logits.detach())
-        target = target.reshape(-1)
-        start, total = _vocabulary_place(share, vocabulary, axis, logits.device)
-        ignored = target == ignore_index
-        _check_targets(target, ignored, total)
-        tokens = flat.shape[0]
-        maximum = flat.amax(-1).to(wide) if share else flat.new_full((tokens,), float("-inf"), dtype=wide)
-        all_reduce(maximum, axis, "max")
-        # A row of -inf everywhere has no maximum to subtract; its loss is NaN all the same.
-        if inplace and flat.dtype == wide:
-            exponents = flat.sub_(maximum.unsqueeze(1))
-        else:
-            exponents = flat.to(wide).sub(maximum.unsqueeze(1))
-        local = target - start
-        own = (local >= 0) & (local < share) & ~ignored
-        place = torch.where(own, local, 0)
-        sums = exponents.new_empty(2, tokens)
-        if share:
-            sums[1].copy_(exponents.gather(1, place.unsqueeze(1)).squeeze(1)).masked_fill_(~own, 0)
-        else:
-            sums[1].zero_()
-        exponents.exp_()
-        torch.sum(exponents, -1, out=sums[0])
-        all_reduce(sums, axis)
-        losses = sums[0].log() - sums[1]
-        losses.masked_fill_(ignored, 0)
-        # What the backward pass scales is softmax; division waits until then, where it joins the gradient's product.
-        ctx.save_for_backward(exponents, sums[0].reciprocal(), own, place, ignored)
+        local = local_targets(target, flat.shape[1], axis, ignore_index, vocabulary)
+        found = statistics(flat, local, inplace, backend)
+        losses, factor = reduce_statistics(found, local, axis)
+        ctx.save_for_backward(found.kept, found.maximum, factor, local)
         return losses.view(ctx.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        exponents, inverse, own, place, ignored = ctx.saved_tensors
-        weight = gradient.reshape(-1).to(exponents.dtype).masked_fill(ignored, 0)
-        grad = exponents.mul((weight * inverse).unsqueeze(1))
-        # 0 x inf: an ignored row may hold anything, and its gradient is zero.
-        grad.masked_fill_(ignored.unsqueeze(1), 0)
-        if grad.shape[1]:
-            grad.scatter_add_(1, place.unsqueeze(1), torch.where(own, -weight, 0).unsqueeze(1))
-        return grad.to(ctx.dtype).view(ctx.shape), None, None, None, None, None
+        kept, maximum, factor, local = ctx.saved_tensors
+        weight = gradient.reshape(-1).to(factor.dtype).masked_fill(local == IGNORED, 0)
+        grad = logits_gradient(kept, maximum, weight * factor, weight, local, ctx.dtype, ctx.inplace, ctx.backend)
+        return grad.view(ctx.shape), None, None, None, None, None, None
+
+
+def local_targets(
+    target: Int[Tensor, "*batch"], share: int, axis: Axis, ignore_index: int, vocabulary: int | None
+) -> Int[Tensor, "rows"]:
+    """Targets as indices in this rank's share of the vocabulary, ELSEWHERE or IGNORED.
+
+    Raises:
+        ValueError: a share that is not this rank's, or (on the CPU) a target outside the vocabulary.
+    """
+    target = target.reshape(-1)
+    start, total = _vocabulary_place(share, vocabulary, axis, target.device)
+    ignored = target == ignore_index
+    _check_targets(target, ignored, total)
+    local = target - start
+    return local.masked_fill_((local < 0) | (local >= share), ELSEWHERE).masked_fill_(ignored, IGNORED)
+
+
+def reduce_statistics(
+    found: Statistics, local: Int[Tensor, "rows"], axis: Axis
+) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"]]:
+    """Two reductions: (losses, what exponents counted from this share's maximum are scaled by to be shares of one)."""
+    maximum = all_reduce(found.maximum.clone(), axis, "max")
+    # A row of -inf everywhere has no maximum to subtract; its loss is NaN all the same.
+    shift = (found.maximum - maximum).exp_()
+    sums = torch.stack([found.total * shift, (found.logit - maximum).masked_fill_(local < 0, 0)])
+    all_reduce(sums, axis)
+    losses = (sums[0].log() - sums[1]).masked_fill_(local == IGNORED, 0)
+    return losses, shift / sums[0]
 
 
 def _check_targets(target: Tensor, ignored: Tensor, vocabulary: int) -> None:

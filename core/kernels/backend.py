@@ -19,7 +19,9 @@ MAXIMUM_COLUMNS = 16384
 _LIBRARY = torch.library.Library("gridtron", "FRAGMENT")
 
 
-def register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
     """An operator ``gridtron::name``, opaque to torch.compile and known by name to selective checkpoints.
 
     Args:

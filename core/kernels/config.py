@@ -27,7 +27,9 @@ AVAILABLE: Mapping[str, tuple[str, ...]] = {
 
 def _own(operation: str) -> str | None:
     names = ", ".join(AVAILABLE[operation])
-    return option(None, f"of {operation}: {names}, auto; null: kernels.backend", choices=("auto", *AVAILABLE[operation]))
+    return option(
+        None, f"of {operation}: {names}, auto; null: kernels.backend", choices=("auto", *AVAILABLE[operation])
+    )
 
 
 @dataclass(frozen=True)

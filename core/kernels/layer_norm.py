@@ -64,7 +64,9 @@ def _fake_backward(
     for_weight: bool,
     for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_weight, grad_bias = (torch.empty_like(weight) if needed else x.new_empty(0) for needed in (for_weight, for_bias))
+    grad_weight, grad_bias = (
+        torch.empty_like(weight) if needed else x.new_empty(0) for needed in (for_weight, for_bias)
+    )
     return contiguous_like(x, for_x), grad_weight, grad_bias
 
 

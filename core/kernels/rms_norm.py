@@ -79,7 +79,10 @@ def _fake_backward(
 
 
 _forward_operator = register(
-    "rms_norm", "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", launcher("rms_norm", "forward"), _fake_forward
+    "rms_norm",
+    "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    launcher("rms_norm", "forward"),
+    _fake_forward,
 )
 _backward_operator = register(
     "rms_norm_backward",

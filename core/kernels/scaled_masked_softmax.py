@@ -43,9 +43,7 @@ def scaled_masked_softmax(
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, scale: float, causal: bool, mask: Tensor | None, backend: str
-    ) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, scale: float, causal: bool, mask: Tensor | None, backend: str) -> Tensor:
         run = _forward if backend == "torch" else _forward_operator
         weights = run(scores, scale, causal, mask)
         ctx.save_for_backward(weights)

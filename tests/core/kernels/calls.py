@@ -123,6 +123,45 @@ def _softmax(causal: bool, mask: bool) -> Callable[[Inputs, str], Tensor]:
     return run
 
 
+# ---------------------------------------------------------------- losses
+def _loss_inputs(shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    """Half of the targets ignored; logits of one such row hold what no loss may see."""
+    rows, vocabulary = shape
+    target = torch.randint(0, vocabulary, (rows,), generator=generator)
+    target[1::2] = -100
+    logits = 5 * normal(shape, generator)
+    logits[1:2] = float("nan")
+    logits[3:4, ::2] = float("inf")
+    return {"logits": logits, "target": target}
+
+
+def _loss(inplace: bool) -> Callable[[Inputs, str], Tensor]:
+    def run(inputs: Inputs, backend: str) -> Tensor:
+        from gridtron.parallel.loss import vocab_parallel_cross_entropy
+
+        # What is overwritten must be nobody's.
+        logits = inputs["logits"] * 1 if inplace else inputs["logits"]
+        return vocab_parallel_cross_entropy(logits, inputs["target"], inplace=inplace, backend=backend)
+
+    return run
+
+
+def _linear_loss_inputs(shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    rows, vocabulary = shape
+    target = torch.randint(0, vocabulary, (rows,), generator=generator)
+    target[1::2] = -100
+    return {"x": normal((rows, 32), generator), "weight": normal((vocabulary, 32), generator), "target": target}
+
+
+def _linear_loss(inputs: Inputs, backend: str) -> Tensor:
+    from gridtron.parallel.linear_loss import vocab_parallel_linear_cross_entropy
+
+    return vocab_parallel_linear_cross_entropy(
+        inputs["x"], inputs["weight"], inputs["target"], chunk=max(1, len(inputs["x"]) // 2), backend=backend
+    )
+
+
+LOGITS = ((37, 101), (5, 300), (1, 1), (2, 7), (0, 7))
 ROWS = ((37, 101), (3, 5, 16), (1, 7), (4, 1), (0, 8), (2, 0, 3))
 # The gradient of a lone number is zero: what comes out is noise over the root of eps.
 LAYER_NORM = tuple(shape for shape in ROWS if shape[-1] > 1)
@@ -144,6 +183,11 @@ CALLS: Mapping[str, Call] = {
     ),
     "softmax both": Call(
         "scaled_masked_softmax", _scores, _softmax(True, True), ("scores",), SCORES, (2, 32, 4096, 4096)
+    ),
+    "loss": Call("cross_entropy", _loss_inputs, _loss(False), ("logits",), LOGITS, (4096, 128256)),
+    "loss in place": Call("cross_entropy", _loss_inputs, _loss(True), ("logits",), LOGITS[:2], (4096, 128256)),
+    "linear loss": Call(
+        "linear_cross_entropy", _linear_loss_inputs, _linear_loss, ("x", "weight"), LOGITS, (4096, 128256)
     ),
 }
 
