@@ -174,6 +174,23 @@ def _element_groups(
     return index
 
 
+def dropout_threshold(p: float) -> int:
+    """An element is kept where its word is at least this."""
+    return math.floor(p * 2**32)
+
+
+def shares_counters(shape: Sequence[int], sample_dim: int, offsets: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the four words of a counter belong to neighbours in memory; else each element draws its own counter."""
+    last = len(shape) - 1
+    return (
+        sample_dim != last
+        and strides[last] == 1
+        and offsets[last] % 4 == 0
+        and shape[last] % 4 == 0
+        and all(stride % 4 == 0 for stride in strides[:last])
+    )
+
+
 def _keep_mask(
     shape: Sequence[int],
     threshold: int,
@@ -188,14 +205,7 @@ def _keep_mask(
     if keep.numel() == 0:
         return keep
     last = len(shape) - 1
-    # All four words of a counter are used where they are neighbours in memory; else one word a counter.
-    packed = (
-        sample_dim != last
-        and strides[last] == 1
-        and offsets[last] % 4 == 0
-        and shape[last] % 4 == 0
-        and all(stride % 4 == 0 for stride in strides[:last])
-    )
+    packed = shares_counters(shape, sample_dim, offsets, strides)
     view = [1] * len(shape)
     view[sample_dim] = shape[sample_dim]
     sample = samples.view(view)
@@ -233,7 +243,7 @@ def counted_dropout(
         offsets: global index of x's first element along each dimension (a shard's start).
         strides: distance, in the whole sample, of neighbours along each dimension; 0 for ``sample_dim``.
     """
-    threshold = math.floor(p * 2**32)
+    threshold = dropout_threshold(p)
     keep = _keep_mask(x.shape, threshold, key & 0xFFFFFFFFFFFFFFFF, samples, sample_dim, offsets, strides)
     return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
 

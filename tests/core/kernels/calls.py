@@ -161,6 +161,30 @@ def _linear_loss(inputs: Inputs, backend: str) -> Tensor:
     )
 
 
+# ---------------------------------------------------------------- dropout
+def _dropout_inputs(shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    """(sequence, batch, features) of samples beyond 32 bits."""
+    samples = torch.arange(shape[1]) * 7 + 2**33 + 5
+    return {"x": normal(shape, generator), "residual": normal(shape, generator), "samples": samples}
+
+
+def _dropout_add(inputs: Inputs, backend: str) -> Tensor:
+    from gridtron.core.kernels.dropout_add import dropout_add
+
+    x = inputs["x"]
+    place = (1, [3, 0, 0], [x.shape[-1], 0, 1])
+    return dropout_add(x, inputs["residual"], 0.3, KEY, inputs["samples"], *place, backend)
+
+
+def _dropout(inputs: Inputs, backend: str) -> Tensor:
+    from gridtron.core.kernels.dropout_add import counted_dropout
+
+    x = inputs["x"]
+    return counted_dropout(x, 0.1, KEY, inputs["samples"], 1, [0, 0, 4], [2 * x.shape[-1], 0, 1], backend)
+
+
+KEY = -(2**62) - 12345
+HIDDEN = ((12, 3, 16), (5, 2, 7), (1, 1, 1), (3, 2, 400), (0, 2, 4))
 LOGITS = ((37, 101), (5, 300), (1, 1), (2, 7), (0, 7))
 ROWS = ((37, 101), (3, 5, 16), (1, 7), (4, 1), (0, 8), (2, 0, 3))
 # The gradient of a lone number is zero: what comes out is noise over the root of eps.
@@ -184,6 +208,8 @@ CALLS: Mapping[str, Call] = {
     "softmax both": Call(
         "scaled_masked_softmax", _scores, _softmax(True, True), ("scores",), SCORES, (2, 32, 4096, 4096)
     ),
+    "dropout_add": Call("dropout_add", _dropout_inputs, _dropout_add, ("x", "residual"), HIDDEN, (2048, 2, 4096)),
+    "dropout": Call("dropout_add", _dropout_inputs, _dropout, ("x",), HIDDEN, (2048, 2, 4096)),
     "loss": Call("cross_entropy", _loss_inputs, _loss(False), ("logits",), LOGITS, (4096, 128256)),
     "loss in place": Call("cross_entropy", _loss_inputs, _loss(True), ("logits",), LOGITS[:2], (4096, 128256)),
     "linear loss": Call(
