@@ -20,7 +20,7 @@ from gridtron.parallel.linear import column_linear
 
 
 class Attention(nn.Module):
-    """``(sequence, batch, hidden) -> (sequence, batch, hidden)``; q, k, v are separate weights with one gather and one
+    """``(batch, sequence, hidden)`` or ``(share, batch, hidden)`` (GPTConfig.sequence_first) to the same; q, k, v are separate weights with one gather and one
     reduction between them.
 
     Args:
@@ -47,6 +47,8 @@ class Attention(nn.Module):
         self.k = TensorParallelLinear(hidden, kv_size, partition="column", bias=bias, rows=key_value, **linear)
         self.v = TensorParallelLinear(hidden, kv_size, partition="column", bias=bias, rows=key_value, **linear)
         self.out = TensorParallelLinear(query_size, hidden, partition="row", bias=config.bias, rows=query, **linear)
+        # Of the activations' first two dimensions.
+        self.order = "s b" if config.sequence_first(self.q.sequence_parallel) else "b s"
         self.dropout = Dropout(config.attention_dropout, random_key(seed, "dropout", f"{name}.dropout"))
         self.first_head = split.query[axis.rank][0][0] if split.query[axis.rank] else 0
         reads = split.key_value_of(axis.rank, group)
@@ -57,18 +59,18 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "share batch hidden"],
+        x: Float[Tensor, "*batch hidden"],
         tables: tuple[Tensor, Tensor] | None,
         context: SampleContext | None = None,
-    ) -> Float[Tensor, "share batch hidden"]:
+    ) -> Float[Tensor, "*batch hidden"]:
         layers = [(layer.weight, layer.bias) for layer in (self.q, self.k, self.v)]
         projected = column_linear(x, layers, self.q.axis, self.q.sequence_parallel, self.q.overlap)
-        q, k, v = (rearrange(t, "s b (heads width) -> b heads s width", width=self.width) for t in projected)
+        q, k, v = (rearrange(t, f"{self.order} (heads width) -> b heads s width", width=self.width) for t in projected)
         if tables is not None:
             q, k = rope(q, *tables), rope(k, *tables)
         policy = "full" if self.recompute_core and self.training else "none"
         mixed = activation_checkpoint(self.core, q, k, v, context, policy=policy)
-        return self.out(rearrange(mixed, "b heads s width -> s b (heads width)"))
+        return self.out(rearrange(mixed, f"b heads s width -> {self.order} (heads width)"))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: SampleContext | None) -> Tensor:
         """softmax(q k^T / sqrt(width)) v, causal: (batch, heads, sequence, width)."""

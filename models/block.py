@@ -30,16 +30,22 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(*norm)
         self.mlp = MLP(config, linear)
         self.attention_dropout, self.mlp_dropout = (
-            Dropout(config.dropout, random_key(seed, "dropout", f"{name}.{site}"), axis, sequence_parallel)
+            Dropout(
+                config.dropout,
+                random_key(seed, "dropout", f"{name}.{site}"),
+                axis,
+                sequence_parallel,
+                batch_first=not config.sequence_first(sequence_parallel),
+            )
             for site in ("attention_dropout", "mlp_dropout")
         )
 
     def forward(
         self,
-        x: Float[Tensor, "share batch hidden"],
+        x: Float[Tensor, "*batch hidden"],
         tables: tuple[Tensor, Tensor] | None,
         context: SampleContext | None = None,
-    ) -> Float[Tensor, "share batch hidden"]:
+    ) -> Float[Tensor, "*batch hidden"]:
         attended = x + self.attention_dropout(self.attention(self.attention_norm(x), tables, context), context)
         read = x if self.parallel else attended
         return attended + self.mlp_dropout(self.mlp(self.mlp_norm(read)), context)

@@ -81,6 +81,15 @@ class GPTConfig:
             rope_scaling=None if kind in (None, "default") else {"rope_type": kind, **scaling},
         )
 
+    def sequence_first(self, sequence_parallel: bool) -> bool:
+        """Whether activations are (sequence, batch, hidden) and not (batch, sequence, hidden).
+
+        With sequence parallelism a rank's share of the sequence must lie together in memory. Else a sample does, which
+        fused attention reads faster; the products of unfused attention take heads and samples as one dimension, which
+        only the sequence in front gives without copies.
+        """
+        return sequence_parallel or self.attention_dropout > 0
+
     def violations(self) -> list[str]:
         """Every rule that this shape breaks, with the nearest value that does not."""
         found = []

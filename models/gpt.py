@@ -1,4 +1,7 @@
-"""One decoder for GPT-2/GPT-3 and Llama/Qwen, buildable by stages, its activations sequence-first."""
+"""One decoder for GPT-2/GPT-3 and Llama/Qwen, buildable by stages.
+
+Activations are (batch, sequence, hidden) or (sequence, batch, hidden), as GPTConfig.sequence_first says.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last = first, last
         self.config, self.axis, self.sequence_parallel = gpt.config, gpt.axis, gpt.sequence_parallel
+        self.sequence_first = gpt.config.sequence_first(gpt.sequence_parallel)
         self.overlap = gpt.overlap
         operations = tuple(gpt.recompute.operations or ())
         # The attention core's own checkpoint is inside of the layer.
@@ -65,7 +69,7 @@ class Stage(nn.Module):
 
     def forward(
         self,
-        x: Int[Tensor, "batch sequence"] | Float[Tensor, "share batch hidden"],
+        x: Int[Tensor, "batch sequence"] | Float[Tensor, "..."],
         targets: Int[Tensor, "batch sequence"] | None = None,
         context: SampleContext | None = None,
     ) -> Tensor:
@@ -79,11 +83,15 @@ class Stage(nn.Module):
             return x
         logits = self._logits(self.final_norm(x))
         if targets is None:
-            return logits.transpose(0, 1)
+            return self._turned(logits)
         losses = vocab_parallel_cross_entropy(
-            logits, targets.t(), self.axis, inplace=True, vocabulary=self.config.vocab_size
+            logits, self._turned(targets), self.axis, inplace=True, vocabulary=self.config.vocab_size
         )
-        return losses.t()
+        return self._turned(losses)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """(batch, sequence, ...) from or to the order of the activations."""
+        return x.transpose(0, 1) if self.sequence_first else x
 
     def _embed(self, tokens: Tensor, context: SampleContext | None) -> Tensor:
         length = tokens.shape[1]
@@ -93,7 +101,7 @@ class Stage(nn.Module):
                 f"a sequence of {length} does not divide over tensor={self.axis.size} with sequence_parallel; "
                 f"nearest lengths: {lower}, {lower + self.axis.size}"
             )
-        x = self.embedding(tokens.t())
+        x = self.embedding(self._turned(tokens))
         if self.config.position == "learned":
             if length > self.config.max_position_embeddings:
                 raise ValueError(
@@ -102,14 +110,14 @@ class Stage(nn.Module):
             positions = torch.arange(length, device=tokens.device)
             if self.sequence_parallel:
                 positions = positions.chunk(self.axis.size)[self.axis.rank]
-            x = x + self.positions(positions).unsqueeze(1)
+            x = x + self._turned(self.positions(positions).unsqueeze(0))
         return self.embedding_dropout(x, context)
 
     def _rotary(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Tables of all positions: attention sees the whole sequence even where x is a share of it."""
         if self.config.position != "rotary":
             return None
-        length = x.shape[0] * (self.axis.size if self.sequence_parallel else 1)
+        length = x.shape[0 if self.sequence_first else 1] * (self.axis.size if self.sequence_parallel else 1)
         key = (length, x.dtype, x.device)
         if key not in self._tables:
             self._tables = {key: rotary_tables(self.config, length, x.dtype, x.device)}
@@ -229,7 +237,13 @@ class GPT(nn.Module):
                 if self.sequence_parallel:
                     sequence_parallel_region(self.positions, axis)
             key = random_key(self.seed, "dropout", "embedding_dropout")
-            self.embedding_dropout = Dropout(config.dropout, key, axis, self.sequence_parallel)
+            self.embedding_dropout = Dropout(
+                config.dropout,
+                key,
+                axis,
+                self.sequence_parallel,
+                batch_first=not config.sequence_first(self.sequence_parallel),
+            )
         core = {layer: self.policies[layer] == "selective" for layer in layers}
         self.blocks = nn.ModuleDict(
             {str(layer): Block(config, f"blocks.{layer}", self.seed, core[layer], linear) for layer in layers}

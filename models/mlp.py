@@ -23,7 +23,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """``(sequence, batch, hidden) -> (sequence, batch, hidden)``."""
+    """``(..., hidden) -> (..., hidden)``; with sequence_parallel the first dimension is split."""
 
     def __init__(self, config: GPTConfig, linear: dict[str, Any]):
         super().__init__()
@@ -35,7 +35,7 @@ class MLP(nn.Module):
         self.up = TensorParallelLinear(hidden, ffn, **up)
         self.down = TensorParallelLinear(ffn, hidden, partition="row", bias=config.feed_forward_bias, **linear)
 
-    def forward(self, x: Float[Tensor, "share batch hidden"]) -> Float[Tensor, "share batch hidden"]:
+    def forward(self, x: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         if self.gate is None:
             return self.down(_ACTIVATIONS[self.activation](self.up(x)))
         layers = [(layer.weight, layer.bias) for layer in (self.gate, self.up)]

@@ -25,7 +25,7 @@ class SampleContext:
 
 
 class Dropout(nn.Module):
-    """Counted dropout on a sequence-first activation ``(sequence, batch, features)``.
+    """Counted dropout on an activation ``(batch, sequence, features)``, or ``(sequence, batch, features)``.
 
     With a SampleContext the mask is a function of (key, sample, place in the sample): equal on every grid and in
     recomputation. Without one, a counter of this module's calls stands for the samples (research code).
@@ -35,12 +35,20 @@ class Dropout(nn.Module):
         key: 64 bits; default: drawn from torch's default CPU generator.
         axis: the tensor axis, where the sequence is split over it (``sequence_parallel``).
         sequence_parallel: the first dimension is this rank's share of the sequence.
+        batch_first: which of the two it is; sequence parallelism has the sequence first, and so it is by default.
 
     Raises:
-        ValueError: p outside [0, 1).
+        ValueError: p outside [0, 1); batch_first where the first dimension is a share of the sequence.
     """
 
-    def __init__(self, p: float, key: int | None = None, axis: Any = None, sequence_parallel: bool = False):
+    def __init__(
+        self,
+        p: float,
+        key: int | None = None,
+        axis: Any = None,
+        sequence_parallel: bool = False,
+        batch_first: bool = False,
+    ):
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout p={p} must be at least 0 and under 1")
@@ -48,18 +56,21 @@ class Dropout(nn.Module):
         self.key = draw_key() if key is None else key
         self.axis = Axis.of(axis)
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        if batch_first and self.sequence_parallel:
+            raise ValueError("batch_first=True with sequence_parallel: a share of the sequence is the first dimension")
+        self.batch_first = batch_first
         self.calls = 0
 
     def forward(
-        self, x: Float[Tensor, "sequence batch features"], context: SampleContext | None = None
-    ) -> Float[Tensor, "sequence batch features"]:
+        self, x: Float[Tensor, "first second features"], context: SampleContext | None = None
+    ) -> Float[Tensor, "first second features"]:
         if not self.training or self.p == 0:
             return x
-        length, batch, features = x.shape
-        first = length * self.axis.rank if self.sequence_parallel else 0
-        return counted_dropout(
-            x, self.p, signed(self.key), self._samples(context, batch, x.device), 1, [first, 0, 0], [features, 0, 1]
-        )
+        sample_dim = 0 if self.batch_first else 1
+        first = x.shape[0] * self.axis.rank if self.sequence_parallel else 0
+        samples = self._samples(context, x.shape[sample_dim], x.device)
+        strides = [0, x.shape[2], 1] if self.batch_first else [x.shape[2], 0, 1]
+        return counted_dropout(x, self.p, signed(self.key), samples, sample_dim, [first, 0, 0], strides)
 
     def _samples(self, context: SampleContext | None, batch: int, device: torch.device) -> Tensor:
         if context is not None:

@@ -49,7 +49,7 @@ def logits_of(model, grid, tokens):
     (stage,) = model.stages.values()
     if axis.rank > 0:
         dtype = next(model.parameters()).dtype
-        x = torch.empty(tokens.shape[1], tokens.shape[0], model.config.hidden_size, dtype=dtype)
+        x = torch.empty(*tokens.shape, model.config.hidden_size, dtype=dtype)
         dist.recv(x, axis.ranks[axis.rank - 1])
     x = stage(x)
     if axis.rank < axis.size - 1:
