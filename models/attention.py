@@ -20,8 +20,8 @@ from gridtron.parallel.linear import column_linear
 
 
 class Attention(nn.Module):
-    """``(batch, sequence, hidden)`` or ``(share, batch, hidden)`` (GPTConfig.sequence_first) to the same; q, k, v are separate weights with one gather and one
-    reduction between them.
+    """``(batch, sequence, hidden)`` or ``(share, batch, hidden)`` (GPTConfig.sequence_first) to the same; q, k, v are
+    separate weights with one gather and one reduction between them.
 
     Args:
         config: shape of the model.

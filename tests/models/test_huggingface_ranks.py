@@ -49,7 +49,8 @@ def logits_of(model, grid, tokens):
     (stage,) = model.stages.values()
     if axis.rank > 0:
         dtype = next(model.parameters()).dtype
-        x = torch.empty(*tokens.shape, model.config.hidden_size, dtype=dtype)
+        order = tokens.shape[::-1] if stage.sequence_first else tokens.shape
+        x = torch.empty(*order, model.config.hidden_size, dtype=dtype)
         dist.recv(x, axis.ranks[axis.rank - 1])
     x = stage(x)
     if axis.rank < axis.size - 1:
