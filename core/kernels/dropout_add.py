@@ -1,4 +1,4 @@
-"""Counted dropout, alone and with the residual's sum: the mask is that of ``core.random`` to the bit, on any backend."""
+"""Counted dropout, alone and with the residual's sum: on any backend the mask of ``core.random`` to the bit."""
 
 from __future__ import annotations
 

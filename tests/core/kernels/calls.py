@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Inputs = dict[str, Any]
 
@@ -183,6 +183,40 @@ def _dropout(inputs: Inputs, backend: str) -> Tensor:
     return counted_dropout(x, 0.1, KEY, inputs["samples"], 1, [0, 0, 4], [2 * x.shape[-1], 0, 1], backend)
 
 
+# ---------------------------------------------------------------- the optimizer
+def _adamw_inputs(shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    return {
+        "weight": normal(shape, generator),
+        "bias": normal(shape[-1:], generator),
+        "gradient": normal(shape, generator),
+    }
+
+
+def _adamw(inputs: Inputs, backend: str) -> Tensor:
+    """Two steps on wide weights; the narrow copies of them, or the wide where the model is wide."""
+    from gridtron.core.kernels.adamw import TritonAdamW
+    from gridtron.core.precision import wide_dtype
+
+    narrow = [inputs["weight"].clone(), inputs["bias"].clone()]
+    wide = wide_dtype(narrow[0].dtype)
+    mains = [nn.Parameter(one.to(wide, copy=True)) for one in narrow]
+    gradients = [inputs["gradient"].to(wide), inputs["gradient"].flatten()[: len(narrow[1])].to(wide).clone()]
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-6}
+    groups = [{"params": mains, "weight_decay": 0.1}]
+    copies = dict(zip(mains, narrow, strict=True)) if wide != narrow[0].dtype else {}
+    optimizer: torch.optim.Optimizer = (
+        TritonAdamW(groups, **options, copies=copies) if backend == "triton" else torch.optim.AdamW(groups, **options)
+    )
+    for _ in range(2):
+        for main, gradient in zip(mains, gradients, strict=True):
+            main.grad = gradient
+        optimizer.step()
+    results = [copies.get(main, main) for main in mains]
+    if backend != "triton":
+        results = [main.to(narrow[0].dtype) for main in mains]
+    return torch.cat([one.detach().flatten() for one in results])
+
+
 KEY = -(2**62) - 12345
 HIDDEN = ((12, 3, 16), (5, 2, 7), (1, 1, 1), (3, 2, 400), (0, 2, 4))
 LOGITS = ((37, 101), (5, 300), (1, 1), (2, 7), (0, 7))
@@ -210,6 +244,7 @@ CALLS: Mapping[str, Call] = {
     ),
     "dropout_add": Call("dropout_add", _dropout_inputs, _dropout_add, ("x", "residual"), HIDDEN, (2048, 2, 4096)),
     "dropout": Call("dropout_add", _dropout_inputs, _dropout, ("x",), HIDDEN, (2048, 2, 4096)),
+    "adamw": Call("adamw", _adamw_inputs, _adamw, (), ((37, 101), (1, 1)), (4096, 4096)),
     "loss": Call("cross_entropy", _loss_inputs, _loss(False), ("logits",), LOGITS, (4096, 128256)),
     "loss in place": Call("cross_entropy", _loss_inputs, _loss(True), ("logits",), LOGITS[:2], (4096, 128256)),
     "linear loss": Call(

@@ -1,0 +1,120 @@
+"""AdamW over many tensors in one launch: programs find their tensor in a table of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gridtron.core.kernels.triton_kernels.launch import wide_type
+
+Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""(weight, gradient, exp_avg, exp_avg_sq, the model's narrow copy of the weight)."""
+
+_FIELDS = 6
+_BLOCK = 2048
+# The interpreter takes milliseconds a program, whatever its size.
+_INTERPRETED_BLOCK = 65536
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+@triton.jit
+def _pointer(row, field: tl.constexpr, type: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(row + field)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(type))
+
+
+@triton.jit
+def _kernel(
+    addresses, blocks, decay: tl.float64, rate: tl.float64, root: tl.float64, eps: tl.float64,
+    first: tl.float64, beta2: tl.float64, second: tl.float64,
+    GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    own = blocks + tl.program_id(0).to(tl.int64) * 2
+    row = addresses + tl.load(own) * FIELDS
+    index = tl.load(own + 1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < tl.load(row + FIELDS - 1)
+    weights = _pointer(row, 0, WIDE, ALIGNED) + index
+    means = _pointer(row, 2, WIDE, ALIGNED) + index
+    squares = _pointer(row, 3, WIDE, ALIGNED) + index
+    gradient = tl.load(_pointer(row, 1, GRADIENT, ALIGNED) + index, inside, 0.0).to(WIDE)
+    weight = tl.load(weights, inside, 0.0)
+    mean = tl.load(means, inside, 0.0)
+    square = tl.load(squares, inside, 0.0)
+    mean += (gradient - mean) * tl.full((), first, WIDE)
+    square = square * tl.full((), beta2, WIDE) + gradient * gradient * tl.full((), second, WIDE)
+    size = tl.sqrt(square) / tl.full((), root, WIDE) + tl.full((), eps, WIDE)
+    weight = weight * tl.full((), decay, WIDE) - tl.full((), rate, WIDE) * mean / size
+    tl.store(weights, weight, inside)
+    tl.store(means, mean, inside)
+    tl.store(squares, square, inside)
+    if COPY is not None:
+        tl.store(_pointer(row, 4, COPY, ALIGNED) + index, weight.to(COPY), inside)
+
+
+class Table:
+    """Where the tensors of one launch lie, on their device.
+
+    Args:
+        rows: tensors of one device, weights and states of one wide dtype, gradients of one dtype, copies all or none
+            and of one dtype; contiguous, of equal sizes in a row.
+    """
+
+    def __init__(self, rows: Sequence[Row]):
+        weights, gradients, _, _, copies = zip(*rows, strict=True)
+        self.wide = _one(weights)
+        self.gradient = _one(gradients)
+        self.copy = None if copies[0] is None else _one(copies)
+        self.block = _INTERPRETED_BLOCK if triton.knobs.runtime.interpret else _BLOCK
+        for row in rows:
+            held = [tensor for tensor in row if tensor is not None]
+            assert all(tensor.is_contiguous() and tensor.numel() == row[0].numel() for tensor in held)
+        self.addresses = _addresses(rows)
+        self.aligned = all(address % 16 == 0 for row in self.addresses for address in row)
+        sizes = [weight.numel() for weight in weights]
+        table = [[*row, size] for row, size in zip(self.addresses, sizes, strict=True)]
+        self.table = torch.tensor(table, dtype=torch.int64).to(weights[0].device)
+        counts = torch.tensor([triton.cdiv(size, self.block) for size in sizes])
+        owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        self.programs = len(owners)
+        self.blocks = torch.stack([owners, torch.arange(self.programs) - firsts], -1).to(weights[0].device)
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Whether the tensors are those of the table, where they were."""
+        return self.addresses == _addresses(rows)
+
+
+def _one(tensors: Sequence[Tensor]) -> torch.dtype:
+    (dtype,) = {tensor.dtype for tensor in tensors}
+    return dtype
+
+
+def _addresses(rows: Sequence[Row]) -> list[list[int]]:
+    return [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows]
+
+
+def update(table: Table, decay: float, rate: float, root: float, eps: float, beta1: float, beta2: float) -> None:
+    """One step of every tensor.
+
+    Args:
+        decay: what weights are multiplied by first.
+        rate: the learning rate over the correction of the mean's bias.
+        root: of the correction of the square's bias.
+    """
+    _kernel[(table.programs,)](
+        table.table, table.blocks, decay, rate, root, eps, 1 - beta1, beta2, 1 - beta2,
+        GRADIENT=_TYPES[table.gradient], COPY=None if table.copy is None else _TYPES[table.copy],
+        ALIGNED=table.aligned, FIELDS=_FIELDS, BLOCK=table.block, WIDE=wide_type(table.wide), num_warps=4,
+    )  # fmt: skip
