@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, row_backend
+from gridtron.core.kernels.blocks import as_rows, row_blocks
 from gridtron.core.precision import wide_dtype
 
 
@@ -54,17 +55,22 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _backward(
     gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    normed = x.to(scale.dtype).mul(scale)
-    gradient = gradient.to(scale.dtype)
-    grad_x = grad_weight = x.new_empty(0)
-    if for_weight:
-        grad_weight = (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
-    if for_x:
-        scaled = gradient * weight
-        # d/dx of x s(x): s g - n mean(n g) s, n the normed input.
-        mean = torch.linalg.vecdot(scaled, normed).unsqueeze(-1).div_(x.shape[-1])
-        grad_x = scaled.addcmul_(normed, mean, value=-1).mul_(scale).to(x.dtype)
-    return grad_x, grad_weight
+    grad_x = contiguous_like(x, for_x)
+    total = torch.zeros(x.shape[-1] if for_weight else 0, dtype=scale.dtype, device=x.device)
+    gain = weight.to(scale.dtype)
+    for given, values, factor, out in row_blocks(*(as_rows(t) for t in (gradient, x, scale, grad_x if for_x else x))):
+        normed = values * factor
+        product = given * normed
+        if for_weight:
+            total += product.sum(0)
+        if for_x:
+            # d/dx of x s(x): s (g w - n mean(n g w)), n the normed input.
+            mean = torch.mv(product, gain).unsqueeze(-1).div_(x.shape[-1])
+            wide = out if out.dtype == product.dtype else product
+            wide.copy_(given).mul_(gain).addcmul_(normed, mean, value=-1).mul_(factor)
+            if wide is not out:
+                out.copy_(wide)
+    return grad_x, total.to(weight.dtype)
 
 
 # ---------------------------------------------------------------- Triton

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register
+from gridtron.core.kernels.blocks import as_rows, row_blocks
 
 
 def swiglu(
@@ -35,9 +36,17 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if ctx.backend != "torch":
             return *_backward_operator(gradient, gate, up), None
-        grad_up = F.silu(gate).mul_(gradient)
-        grad_gate = torch.ops.aten.silu_backward(gradient * up, gate)
-        return grad_gate, grad_up, None
+        return *_backward(gradient, gate, up), None
+
+
+def _backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    grad_gate, grad_up = contiguous_like(gate), contiguous_like(gate)
+    rows = (as_rows(tensor) for tensor in (gradient, gate, up, grad_gate, grad_up))
+    for given, gate_rows, up_rows, for_gate, for_up in row_blocks(*rows):
+        torch.ops.aten.silu.out(gate_rows, out=for_up).mul_(given)
+        torch.mul(given, up_rows, out=for_gate)
+        torch.ops.aten.silu_backward.grad_input(for_gate, gate_rows, grad_input=for_gate)
+    return grad_gate, grad_up
 
 
 # ---------------------------------------------------------------- Triton

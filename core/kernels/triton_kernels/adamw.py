@@ -28,10 +28,18 @@ _TYPES = {
 
 @triton.jit
 def _pointer(row, field: tl.constexpr, type: tl.constexpr, ALIGNED: tl.constexpr):
-    address = tl.load(row + field)
+    pointer = tl.load(row + field).to(tl.pointer_type(type))
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(type))
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _updated(weight, gradient, mean, square, decay, rate, root, eps, first, beta2, second, WIDE: tl.constexpr):
+    mean += (gradient - mean) * tl.full((), first, WIDE)
+    square = square * tl.full((), beta2, WIDE) + gradient * gradient * tl.full((), second, WIDE)
+    size = tl.sqrt(square) / tl.full((), root, WIDE) + tl.full((), eps, WIDE)
+    return weight * tl.full((), decay, WIDE) - tl.full((), rate, WIDE) * mean / size, mean, square
 
 
 @triton.jit
@@ -44,23 +52,34 @@ def _kernel(
     own = blocks + tl.program_id(0).to(tl.int64) * 2
     row = addresses + tl.load(own) * FIELDS
     index = tl.load(own + 1) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < tl.load(row + FIELDS - 1)
+    numbers = tl.load(row + FIELDS - 1)
     weights = _pointer(row, 0, WIDE, ALIGNED) + index
+    gradients = _pointer(row, 1, GRADIENT, ALIGNED) + index
     means = _pointer(row, 2, WIDE, ALIGNED) + index
     squares = _pointer(row, 3, WIDE, ALIGNED) + index
-    gradient = tl.load(_pointer(row, 1, GRADIENT, ALIGNED) + index, inside, 0.0).to(WIDE)
-    weight = tl.load(weights, inside, 0.0)
-    mean = tl.load(means, inside, 0.0)
-    square = tl.load(squares, inside, 0.0)
-    mean += (gradient - mean) * tl.full((), first, WIDE)
-    square = square * tl.full((), beta2, WIDE) + gradient * gradient * tl.full((), second, WIDE)
-    size = tl.sqrt(square) / tl.full((), root, WIDE) + tl.full((), eps, WIDE)
-    weight = weight * tl.full((), decay, WIDE) - tl.full((), rate, WIDE) * mean / size
-    tl.store(weights, weight, inside)
-    tl.store(means, mean, inside)
-    tl.store(squares, square, inside)
-    if COPY is not None:
-        tl.store(_pointer(row, 4, COPY, ALIGNED) + index, weight.to(COPY), inside)
+    if (tl.load(own + 1) + 1) * BLOCK <= numbers:
+        # A whole block needs no mask: it is read and written in the widest words.
+        weight, mean, square = _updated(
+            tl.load(weights), tl.load(gradients).to(WIDE), tl.load(means), tl.load(squares),
+            decay, rate, root, eps, first, beta2, second, WIDE,
+        )  # fmt: skip
+        tl.store(weights, weight)
+        tl.store(means, mean)
+        tl.store(squares, square)
+        if COPY is not None:
+            tl.store(_pointer(row, 4, COPY, ALIGNED) + index, weight.to(COPY))
+    else:
+        inside = index < numbers
+        weight, mean, square = _updated(
+            tl.load(weights, inside, 0.0), tl.load(gradients, inside, 0.0).to(WIDE),
+            tl.load(means, inside, 0.0), tl.load(squares, inside, 0.0),
+            decay, rate, root, eps, first, beta2, second, WIDE,
+        )  # fmt: skip
+        tl.store(weights, weight, inside)
+        tl.store(means, mean, inside)
+        tl.store(squares, square, inside)
+        if COPY is not None:
+            tl.store(_pointer(row, 4, COPY, ALIGNED) + index, weight.to(COPY), inside)
 
 
 class Table:
