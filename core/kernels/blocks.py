@@ -1,0 +1,30 @@
+"""Elementwise chains on a CPU, a block of rows at a time: what one operation writes the next finds in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_BYTES = 2**18
+"""Of one tensor of a block: four such fit in a core's second-level cache."""
+
+
+def row_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The tensors' blocks of rows (their first dimension), together; all rows at once on a device, where a launch costs
+    more than it saves, and while a compiler traces, which makes loops of its own."""
+    first = tensors[0]
+    rows = max(1, first.shape[0])
+    size = rows
+    if first.device.type == "cpu" and not torch.compiler.is_compiling():
+        widest = max(tensor.nbytes for tensor in tensors) // rows
+        size = max(1, _BYTES * torch.get_num_threads() // max(1, widest))
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(rows, features): all dimensions but the last as one; of an empty tensor too, where -1 could not be inferred."""
+    if x.ndim == 1:
+        return x.unsqueeze(0)
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
