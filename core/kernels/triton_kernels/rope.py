@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gridtron.core.kernels.triton_kernels.launch import row_configurations, tuned, wide_type
+from gridtron.core.kernels.triton_kernels.launch import tuned, wide_type
 
 
 @triton.jit
@@ -40,7 +40,10 @@ def _kernel(
         tl.store(target + (more + 2 * half) * out_width, values, kept)
 
 
-_turn = tuned(_kernel, row_configurations(), ["half", "rest"], {"ROWS": 256})
+_CONFIGURATIONS = [
+    triton.Config({"ROWS": rows}, num_warps=warps) for rows, warps in ((8, 2), (16, 4), (32, 4), (32, 8), (64, 8))
+]
+_turn = tuned(_kernel, _CONFIGURATIONS, ["half", "rest"], {"ROWS": 256})
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:

@@ -55,6 +55,14 @@ def spilled(ptx: str, capability: int) -> int:
     return sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", told))
 
 
+def widest(ptx: str) -> int:
+    """Bytes of the widest read of memory."""
+    widths = [
+        int(count or 1) * int(bits) // 8 for count, bits in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", ptx)
+    ]
+    return max(widths, default=0)
+
+
 def instead(report: Callable[..., None], every: bool) -> None:
     """Launches become compilations; tuning becomes the first and the last configuration, or all."""
     launch = JITFunction.run
@@ -87,6 +95,7 @@ def main() -> None:
         seen.add(key)
         row = {**now, "kernel": kernel, "warps": compiled.metadata.num_warps, "shared": compiled.metadata.shared}
         row["spilled"] = spilled(compiled.asm["ptx"], now["capability"])
+        row["vector"] = widest(compiled.asm["ptx"])
         row["cubin"] = len(compiled.asm["cubin"])
         print(json.dumps(row), flush=True)
 
