@@ -64,6 +64,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
                                "gradient_accumulation_steps", "grad_acc", "grad_accumulation_steps"),
     "train.sequence_length": ("seq_len", "seq_length", "sequence_len", "seqlen", "max_seq_length", "max_length"),
     "train.seed": ("seed", "random_seed"),
+    "train.compile": ("compile", "torch_compile", "use_compile"),
     "optimizer.name": ("optim", "optimizer_type"),
     "optimizer.lr": ("lr", "learning_rate", "max_lr"),
     "optimizer.betas": ("adam_beta1", "adam_beta2", "beta1", "beta2"),
@@ -101,7 +102,6 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _NOT_BUILT: Mapping[str, str] = {
-    "train.compile": "torch.compile over a run",
     "data.packing": "packing modes; samples run over the ends of documents",
     "logging.wandb": "Weights & Biases; a logger of your own comes in by plugins=",
     "kernels": "a choice of kernels; all run in plain torch",

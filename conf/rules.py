@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from gridtron.conf.checkpoint_rules import checkpoint_violations
 from gridtron.conf.pipeline_rules import schedule_violations
 from gridtron.conf.recompute_rules import recompute_violations
 from gridtron.conf.schema import Plan
-from gridtron.conf.speed_rules import overlap_violations
+from gridtron.conf.speed_rules import compile_violations, overlap_violations
 from gridtron.conf.values import Violation
 from gridtron.core.data.config import DataConfig
 from gridtron.core.layout import AXIS_NAMES, nearest_divisor, resolve_sizes
@@ -42,6 +44,15 @@ def folder_fault(folder: str) -> str | None:
     return None
 
 
+def compiler_fault(devices: int, environment: Mapping[str, str]) -> str | None:
+    """Why torch.compile has nothing to make code with, on CUDA or, without devices, on the CPU; None where it has."""
+    if devices:
+        return None if find_spec("triton") else "on CUDA torch.compile needs Triton; install gridtron[triton]"
+    # The one that torch takes: CXX of the environment, else g++.
+    name = environment.get("CXX") or "g++"
+    return None if shutil.which(name) else f"on a CPU torch.compile needs a C++ compiler, and {name} is not there"
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What the rules may know of the machine and of who started the command. All of it can be replaced in a test.
@@ -50,12 +61,14 @@ class Surroundings:
         launched: processes that a launcher (torchrun, srun, mpirun) started; None where none did.
         cores: processor cores that this process may use.
         devices: CUDA devices that this process may use.
+        compiler_fault: why torch.compile has nothing to compile with; None where it has.
         data_fault, folder_fault: see the functions of these names.
     """
 
     launched: int | None = None
     cores: int = 1
     devices: int = 0
+    compiler_fault: str | None = None
     data_fault: Callable[[DataConfig], str | None] = field(default=data_fault, repr=False)
     folder_fault: Callable[[str], str | None] = field(default=folder_fault, repr=False)
 
@@ -68,7 +81,7 @@ class Surroundings:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             present = min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
-        return Surroundings(launched, cores, present)
+        return Surroundings(launched, cores, present, compiler_fault(present, environment))
 
 
 def needed_processes(plan: Plan, launched: int | None = None) -> int:
@@ -209,6 +222,12 @@ def overlap_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     return overlap_violations(plan, around.devices)
 
 
+def compile_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    sizes = sizes_of(plan, around)
+    if sizes is not None:
+        yield from compile_violations(plan, sizes, _is_gpt(plan), around.compiler_fault)
+
+
 # ---------------------------------------------------------------- the pipeline
 def pipeline_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     sizes = sizes_of(plan, around)
@@ -312,6 +331,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     tensor_rule,
     sequence_rule,
     overlap_rule,
+    compile_rule,
     pipeline_rule,
     recompute_rule,
     shard_rule,

@@ -1,9 +1,10 @@
-"""What must fit together where a run is made faster: overlap of communication with products."""
+"""What must fit together where a run is made faster: overlap of communication with products, compiled layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from gridtron.conf.pipeline_rules import plan_schedule
 from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
 
@@ -25,3 +26,51 @@ def overlap_violations(plan: Plan, devices: int) -> Iterator[Violation]:
             "here; nearest: grid.overlap=chunked",
             {"grid.overlap"},
         )
+
+
+def compile_violations(
+    plan: Plan, sizes: Mapping[str, int], own_model: bool, compiler_fault: str | None
+) -> Iterator[Violation]:
+    """What does not fit.
+
+    Args:
+        plan: of the run.
+        sizes: of the grid's axes.
+        own_model: whether the layers are this project's GPT's.
+        compiler_fault: why nothing can be compiled on this machine.
+    """
+    if not plan.train.compile:
+        return
+    if compiler_fault is not None:
+        yield Violation(f"train.compile=true: {compiler_fault}; nearest: train.compile=false", {"train.compile"})
+    if not own_model:
+        yield Violation(
+            "train.compile=true: the layers of a model of your own are not known; nearest: train.compile=false, and "
+            "torch.compile of its layers in its builder",
+            {"train.compile", "model.build"},
+        )
+    recompute = plan.recompute
+    if recompute.operations is not None and recompute.mode == "selective":
+        yield Violation(
+            f"recompute.operations=[{','.join(recompute.operations)}] with train.compile=true: a compiled layer does "
+            "not show its operators; nearest: recompute.operations=null (the attention core), or recompute.mode=full",
+            {"train.compile", "recompute.operations"},
+        )
+    if recompute.mode == "auto":
+        yield Violation(
+            "recompute.mode=auto with train.compile=true: it chooses by the memory of layers that are not compiled; "
+            "nearest: recompute.mode=selective, or recompute.mode=full",
+            {"train.compile", "recompute.mode"},
+        )
+    if sizes["pipeline"] > 1:
+        try:
+            schedule = plan_schedule(plan, sizes["pipeline"], sizes["data"] * sizes["context"])
+        except ValueError:
+            return  # the pipeline's rule tells it
+        if schedule.splits_backward:
+            yield Violation(
+                f"pipeline.schedule={plan.pipeline.schedule} with train.compile=true: a compiled layer's weight "
+                "gradients come with its input's, so that a schedule that splits them gains nothing; nearest: "
+                "pipeline.schedule=1f1b, or train.compile=false",
+                {"train.compile", "pipeline.schedule"},
+            )

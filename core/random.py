@@ -268,6 +268,34 @@ def _dropout_backward(ctx, gradient):
 counted_dropout.register_autograd(_dropout_backward, setup_context=_save_dropout)
 
 
+@torch.library.custom_op("gridtron::keyed_dropout", mutates_args=())
+def keyed_dropout(
+    x: Tensor, p: float, key: Tensor, samples: Tensor, sample_dim: int, offsets: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    """:func:`counted_dropout` with its key in a tensor of one number on the CPU: a compiled graph takes one such key
+    after another without being compiled anew."""
+    return counted_dropout(x, p, int(key), samples, sample_dim, offsets, strides)
+
+
+@keyed_dropout.register_fake
+def _(x, p, key, samples, sample_dim, offsets, strides):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save_keyed(ctx, inputs, output) -> None:
+    _, ctx.p, key, samples, ctx.sample_dim, ctx.offsets, ctx.strides = inputs
+    ctx.save_for_backward(key, samples)
+
+
+def _keyed_backward(ctx, gradient):
+    key, samples = ctx.saved_tensors
+    grad = keyed_dropout(gradient, ctx.p, key, samples, ctx.sample_dim, ctx.offsets, ctx.strides)
+    return grad, None, None, None, None, None, None
+
+
+keyed_dropout.register_autograd(_keyed_backward, setup_context=_save_keyed)
+
+
 def signed(key: int) -> int:
     """A 64-bit key as the signed integer that an operator takes."""
     return key - 2**64 if key >= 2**63 else key

@@ -6,7 +6,8 @@ Each is looked for, never assumed by version.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,10 +98,31 @@ def functional_all_reduce(tensor: Tensor, group: Any) -> Tensor:
     return operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))
 
 
+def functional_all_gather(tensor: Tensor, group: Any) -> Tensor:
+    """The shares of the first dimension over a group, in rank order, as a new tensor."""
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_gather_into_tensor(tensor, group.size(), group.group_name))
+
+
 def functional_reduce_scatter(tensor: Tensor, group: Any) -> Tensor:
     """This rank's share of the first dimension of the sum over a group, as a new tensor."""
     operators = torch.ops._c10d_functional
     return operators.wait_tensor(operators.reduce_scatter_tensor(tensor, "sum", group.size(), group.group_name))
+
+
+# ---------------------------------------------------------------- torch.compile
+def compile_graph(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """``function`` as one compiled graph for each kind of arguments; apart from other graphs of the same function where
+    torch can keep them apart, so that one model's do not count against the limit of another's."""
+    apart: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        apart["isolate_recompiles"] = True
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, **apart)
+
+
+def sees_every_operator() -> bool:
+    """Whether a TorchDispatchMode is active: torch.compile does not compile then, and says so only as an error."""
+    return bool(torch._C._len_torch_dispatch_stack()) if hasattr(torch._C, "_len_torch_dispatch_stack") else False
 
 
 # ---------------------------------------------------------------- symmetric memory
@@ -134,10 +156,12 @@ def fused_product_scatter(x: Tensor, matrix: Tensor, group: Any) -> Tensor:
 __all__ = [
     "TorchDispatchMode",
     "all_gather_single",
+    "compile_graph",
     "fsdp_add_gradient",
     "fsdp_can_defer",
     "fsdp_parameters",
     "fsdp_reduce",
+    "functional_all_gather",
     "functional_all_reduce",
     "functional_reduce_scatter",
     "fused_gather_products",
@@ -146,6 +170,7 @@ __all__ = [
     "norms_of",
     "reduce_scatter_single",
     "scale_",
+    "sees_every_operator",
     "symmetric_memory_fault",
     "tree_leaves",
 ]

@@ -20,7 +20,8 @@ reduce_scatter_to_sequence    reduce-scatter         all-gather
 scatter_to_sequence           own share              all-gather
 ============================  =====================  =====================
 
-On an axis of size 1 each is the identity.
+On an axis of size 1 each is the identity. Inside of torch.compile they are made of functional collectives, which it can
+trace: those of torch.distributed write in place and hand out what is not a tensor.
 """
 
 from __future__ import annotations
@@ -34,6 +35,26 @@ from torch import Tensor
 from gridtron.core.communication import all_gather, all_gather_uneven, all_reduce, reduce_scatter
 from gridtron.core.grid import Axis
 from gridtron.core.sharding import even_ranges
+from gridtron.core.torch_compat import functional_all_gather, functional_all_reduce, functional_reduce_scatter
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    """As a new tensor."""
+    if torch.compiler.is_compiling():
+        return functional_all_reduce(x.contiguous(), axis.group)
+    return all_reduce(x.contiguous().clone(), axis)
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional_all_gather(x.contiguous(), axis.group)
+    return all_gather(x, axis)
+
+
+def _sum_share(x: Tensor, axis: Axis) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional_reduce_scatter(x.contiguous(), axis.group)
+    return reduce_scatter(x, axis)
 
 
 class _CopyTo(torch.autograd.Function):
@@ -44,13 +65,13 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return all_reduce(gradient.contiguous().clone(), ctx.axis), None
+        return _sum(gradient, ctx.axis), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x.contiguous().clone(), axis)
+        return _sum(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -85,22 +106,22 @@ class _GatherFromSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return all_gather(x, axis)
+        return _gather(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return reduce_scatter(gradient, ctx.axis), None
+        return _sum_share(gradient, ctx.axis), None
 
 
 class _ReduceScatterToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return reduce_scatter(x, axis)
+        return _sum_share(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return all_gather(gradient, ctx.axis), None
+        return _gather(gradient, ctx.axis), None
 
 
 def copy_to_region(x: Float[Tensor, "..."], axis: Any = None) -> Float[Tensor, "..."]:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gridtron.core.grid import Axis
-from gridtron.core.random import counted_dropout, draw_key, signed
+from gridtron.core.random import counted_dropout, draw_key, keyed_dropout, signed
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Dropout(nn.Module):
             raise ValueError(f"dropout p={p} must be at least 0 and under 1")
         self.p = p
         self.key = draw_key() if key is None else key
+        # A compiler takes a tensor for an input, where a number would make each layer a graph of its own.
+        self.key_tensor = torch.tensor(signed(self.key), dtype=torch.int64, device="cpu")
         self.axis = Axis.of(axis)
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         if batch_first and self.sequence_parallel:
@@ -70,7 +72,12 @@ class Dropout(nn.Module):
         first = x.shape[0] * self.axis.rank if self.sequence_parallel else 0
         samples = self._samples(context, x.shape[sample_dim], x.device)
         strides = [0, x.shape[2], 1] if self.batch_first else [x.shape[2], 0, 1]
-        return counted_dropout(x, self.p, signed(self.key), samples, sample_dim, [first, 0, 0], strides)
+        return self._drop(x, samples, sample_dim, [first, 0, 0], strides)
+
+    def _drop(self, x: Tensor, samples: Tensor, sample_dim: int, offsets: list[int], strides: list[int]) -> Tensor:
+        if torch.compiler.is_compiling():
+            return keyed_dropout(x, self.p, self.key_tensor, samples, sample_dim, offsets, strides)
+        return counted_dropout(x, self.p, signed(self.key), samples, sample_dim, offsets, strides)
 
     def _samples(self, context: SampleContext | None, batch: int, device: torch.device) -> Tensor:
         if context is not None:
@@ -88,7 +95,7 @@ class Dropout(nn.Module):
         batch, _, queries, keys = weights.shape
         samples = self._samples(context, batch, weights.device)
         strides = [0, queries * keys, keys, 1]
-        return counted_dropout(weights, self.p, signed(self.key), samples, 0, [0, first_head, 0, 0], strides)
+        return self._drop(weights, samples, 0, [0, first_head, 0, 0], strides)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -15,7 +15,13 @@ from gridtron.core.grid import Axis
 from gridtron.core.pieces import take_rows
 from gridtron.core.random import draw_key, random_key, uniform_
 from gridtron.core.sharding import Ranges, Sharding, even_ranges, nonempty
-from gridtron.parallel.collectives import gather_from_region
+from gridtron.parallel.collectives import (
+    copy_to_region,
+    gather_from_region,
+    gather_from_sequence,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+)
 from gridtron.parallel.gradient_door import deferral_of
 from gridtron.parallel.overlap import overlap_fault
 from gridtron.parallel.products import ColumnProducts, RowProduct
@@ -163,6 +169,11 @@ def column_linear(
     Returns:
         One (..., out share) a layer.
     """
+    if torch.compiler.is_compiling():
+        # A graph for a compiler: it orders products and collectives itself, and no gradient is deferred. It keeps the
+        # gathered input; a second gather in the backward pass is hoisted into the forward one (tried, torch 2.13).
+        x = gather_from_sequence(x, axis) if sequence_parallel else copy_to_region(x, axis)
+        return tuple(F.linear(x, *layer) for layer in layers)
     deferral = deferral_of(*(parameter for layer in layers for parameter in layer))
     if deferral is not None:
         deferral.able.update(weight for weight, _ in layers)
@@ -185,10 +196,15 @@ def row_linear(
 
     ``forward_sum`` and ``overlap`` as TensorParallelLinear has them.
     """
-    deferral = deferral_of(weight)
+    compiling = torch.compiler.is_compiling()
+    deferral = None if compiling else deferral_of(weight)
     if deferral is not None:
         deferral.able.add(weight)
     elif axis.size == 1:
         return F.linear(x, weight, bias)
-    y = RowProduct.apply(x, weight, axis, sequence_parallel and axis.size > 1, forward_sum, overlap)
+    if compiling:
+        y = F.linear(x, weight)
+        y = reduce_scatter_to_sequence(y, axis) if sequence_parallel else reduce_from_region(y, axis)
+    else:
+        y = RowProduct.apply(x, weight, axis, sequence_parallel and axis.size > 1, forward_sum, overlap)
     return y if bias is None else y + bias

@@ -73,7 +73,12 @@ def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str 
         return function(*args)
     if isinstance(policy, str) and policy != "full":
         raise ValueError(f'policy={policy!r}: it is "full" (recompute), "none", or a list of operations')
+    import torch
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    if torch.compiler.is_compiling():
+        # Masks belong to samples there (a SampleContext), and nothing is deferred: there is nothing to set back.
+        return checkpoint(function, *args, use_reentrant=False)
 
     from gridtron.parallel.dropout import Dropout
     from gridtron.parallel.operations import keep_all_but

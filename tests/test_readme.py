@@ -224,7 +224,7 @@ def test_options_in_the_text_exist():
             assert check_request(words).checked.violations == [], words
 
 
-@pytest.mark.parametrize("override", ["grid.context=2", "train.compile=true", "logging.wandb=true"])
+@pytest.mark.parametrize("override", ["grid.context=2", "data.packing=true", "logging.wandb=true"])
 def test_what_is_not_built_is_refused_by_name(override):
     with pytest.raises(Refusal, match="not built yet"):
         compose([override], surroundings=AROUND)

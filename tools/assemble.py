@@ -157,7 +157,7 @@ def build_model(
             raise JobError(f"{named}: {fault}")
         return model.to(device=grid.device, dtype=dtype)
     check_memory(plan, grid)
-    return GPT(
+    model = GPT(
         plan.model,
         grid,
         placement=None if schedule is None else schedule.placement,
@@ -171,6 +171,11 @@ def build_model(
         device=grid.device,
         dtype=dtype,
     )
+    if plan.train.compile:
+        from gridtron.models.compiled import compile_layers
+
+        compile_layers(model)
+    return model
 
 
 def check_memory(plan: Plan, grid: Grid) -> None:

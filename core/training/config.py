@@ -24,6 +24,7 @@ class TrainConfig:
     micro_batch_size: int = option(2, "sequences a data rank runs at once", minimum=1)
     sequence_length: int = option(256, "tokens a sequence", minimum=1)
     seed: int = option(0, "of the weights, the order of the data and dropout", minimum=0)
+    compile: bool = option(False, "compile every decoder layer by torch.compile, as one graph each")
     on_nonfinite: str = option("skip", "a non-finite gradient: skip the step or stop", choices=("skip", "stop"))
     max_nonfinite: int = option(10, "stop after so many non-finite steps in a row; 0: never", minimum=0)
     garbage_collection_every: int = option(

@@ -23,7 +23,7 @@ model.rope_theta model.rope_scaling model.rotary_fraction model.activation model
 model.mlp_bias model.parallel_residual model.tie_embeddings model.dropout
 model.attention_dropout model.init_std model.build
 train.steps train.stop_after train.global_batch_size train.micro_batch_size train.sequence_length train.seed
-train.on_nonfinite train.max_nonfinite train.garbage_collection_every
+train.compile train.on_nonfinite train.max_nonfinite train.garbage_collection_every
 optimizer.name optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay optimizer.momentum
 optimizer.ns_steps optimizer.grad_clip
 lr_schedule.name lr_schedule.warmup_steps lr_schedule.decay_steps lr_schedule.min_ratio
