@@ -101,8 +101,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             row_weight,
             local,
             ctx.chunk,
-            *ctx.needs_input_grad[:2],
-            ctx.backend,
+            for_x=ctx.needs_input_grad[0],
+            for_weight=ctx.needs_input_grad[1],
+            backend=ctx.backend,
         )
         if grad_x is not None:
             grad_x = (reduce_scatter if ctx.gathered else all_reduce)(grad_x.view(whole.shape), ctx.axis)

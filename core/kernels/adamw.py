@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gridtron.core.kernels.triton_kernels.adamw import Table
+    from gridtron.core.kernels.triton_kernels.adamw import Row, Table
 
 
 class TritonAdamW(torch.optim.Optimizer):
@@ -63,13 +63,15 @@ class TritonAdamW(torch.optim.Optimizer):
             return
         from gridtron.core.kernels.triton_kernels.adamw import Table, update
 
-        columns = [
-            (one, one.grad, self.state[one]["exp_avg"], self.state[one]["exp_avg_sq"], self.copies.get(one))
-            for one in parameters
-        ]
+        rows: list[Row] = []
+        for one in parameters:
+            assert one.grad is not None
+            rows.append(
+                (one, one.grad, self.state[one]["exp_avg"], self.state[one]["exp_avg_sq"], self.copies.get(one))
+            )
         table = self._tables.get(place)
-        if table is None or not table.fits(columns):
-            table = self._tables[place] = Table(columns)
+        if table is None or not table.fits(rows):
+            table = self._tables[place] = Table(rows)
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         update(
             table,

@@ -42,6 +42,7 @@ class _BiasGELU(torch.autograd.Function):
         ctx.save_for_backward(x, bias)
         ctx.approximate, ctx.backend = approximate, backend
         if backend == "torch":
+            assert bias is not None
             return F.gelu(x + bias, approximate=approximate)
         return _forward_operator(x, bias, approximate == "tanh")
 

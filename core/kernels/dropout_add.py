@@ -14,6 +14,9 @@ from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher,
 
 _LARGEST_RANK = 4
 
+_Mask = tuple[float, int, int, list[int], list[int]]
+"""(p, key, sample_dim, offsets, strides)."""
+
 
 def dropout_add(
     x: Float[Tensor, "*shape"],
@@ -33,7 +36,7 @@ def dropout_add(
     Raises:
         ValueError: an unknown backend.
     """
-    chosen = _backend("dropout_add", backend, x)
+    chosen = _backend(backend, x)
     return _DropoutAdd.apply(x, residual, p, key, samples, sample_dim, list(offsets), list(strides), chosen)
 
 
@@ -52,13 +55,13 @@ def counted_dropout(
     Raises:
         ValueError: an unknown backend.
     """
-    if _backend("dropout_add", backend, x) == "torch":
+    if _backend(backend, x) == "torch":
         return random.counted_dropout(x, p, key, samples, sample_dim, offsets, strides)
     return _Dropout.apply(x, p, key, samples, sample_dim, list(offsets), list(strides))
 
 
-def _backend(operation: str, backend: str, x: Tensor) -> str:
-    chosen = backend_of(operation, backend, x)
+def _backend(backend: str, x: Tensor) -> str:
+    chosen = backend_of("dropout_add", backend, x)
     return "torch" if x.ndim > _LARGEST_RANK else chosen
 
 
@@ -85,7 +88,7 @@ class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (samples,) = ctx.saved_tensors
-        grad_x = _masked(gradient, samples, *ctx.mask, ctx.backend) if ctx.needs_input_grad[0] else None
+        grad_x = _masked(gradient, samples, ctx.mask, ctx.backend) if ctx.needs_input_grad[0] else None
         return grad_x, gradient, *(None,) * 7
 
 
@@ -103,24 +106,16 @@ class _Dropout(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(samples)
         ctx.mask = (p, key, sample_dim, offsets, strides)
-        return _masked(x, samples, *ctx.mask, "triton")
+        return _masked(x, samples, ctx.mask, "triton")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (samples,) = ctx.saved_tensors
-        return _masked(gradient, samples, *ctx.mask, "triton"), *(None,) * 6
+        return _masked(gradient, samples, ctx.mask, "triton"), *(None,) * 6
 
 
-def _masked(
-    x: Tensor,
-    samples: Tensor,
-    p: float,
-    key: int,
-    sample_dim: int,
-    offsets: list[int],
-    strides: list[int],
-    backend: str,
-) -> Tensor:
+def _masked(x: Tensor, samples: Tensor, mask: _Mask, backend: str) -> Tensor:
+    p, key, sample_dim, offsets, strides = mask
     if backend == "triton":
         return _operator(x, None, p, key, samples, sample_dim, offsets, strides)
     return random.counted_dropout(x, p, key, samples, sample_dim, offsets, strides)

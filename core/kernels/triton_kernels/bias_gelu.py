@@ -20,7 +20,7 @@ from gridtron.core.precision import wide_dtype
 
 
 @triton.jit
-def _cdf(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cdf(x, TANH: tl.constexpr):
     """What x is multiplied by, and its derivative."""
     if TANH:
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u, which loses no digits where u is small.
@@ -97,7 +97,7 @@ def forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     if out.numel():
         flat = rows_of(x)
         _forward[flat_grid(out.numel())](
-            flat, flat if bias is None else bias, out, out.numel(), flat.shape[1], flat.stride(0),
+            flat, flat if bias is None else bias.contiguous(), out, out.numel(), flat.shape[1], flat.stride(0),
             FLAT=flat.is_contiguous(), BIAS=bias is not None, TANH=tanh, WIDE=wide_type(x.dtype),
         )  # fmt: skip
     return out
@@ -112,7 +112,7 @@ def backward(gradient: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, for_b
     partial = torch.zeros((groups if for_bias else 0, columns), dtype=wide_dtype(x.dtype), device=x.device)
     if x.numel():
         _backward[lambda meta: (triton.cdiv(columns, meta["BLOCK"]), groups)](
-            given, flat, flat if bias is None else bias, grad_x, partial,
+            given, flat, flat if bias is None else bias.contiguous(), grad_x, partial,
             rows, columns, given.stride(0), flat.stride(0),
             BIAS=bias is not None, FOR_BIAS=for_bias, TANH=tanh, WIDE=wide_type(x.dtype),
         )  # fmt: skip

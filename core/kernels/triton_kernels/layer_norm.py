@@ -79,9 +79,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple
     rows, columns = flat.shape
     y = contiguous_like(x)
     mean, scale = (x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype)) for _ in range(2))
+    weight = weight.contiguous()
     if y.numel():
         _forward[lambda meta: (triton.cdiv(rows, meta["ROWS"]),)](
-            flat, weight, weight if bias is None else bias, y, mean, scale, rows, columns, flat.stride(0),
+            flat, weight, weight if bias is None else bias.contiguous(), y, mean, scale, rows, columns, flat.stride(0),
             EPS=eps, BIAS=bias is not None, COLUMNS=triton.next_power_of_2(columns), WIDE=wide_type(x.dtype),
         )  # fmt: skip
     return y, mean, scale
@@ -105,7 +106,7 @@ def backward(
     partial = torch.zeros((2, programs, columns), dtype=scale.dtype, device=x.device)
     if x.numel():
         _backward[(programs,)](
-            given, flat, weight, mean, scale, grad_x, partial[0], partial[1],
+            given, flat, weight.contiguous(), mean, scale, grad_x, partial[0], partial[1],
             rows, columns, given.stride(0), flat.stride(0), FOR_X=for_x, FOR_WEIGHT=for_weight, FOR_BIAS=for_bias,
             COLUMNS=triton.next_power_of_2(columns), WIDE=wide_type(x.dtype),
         )  # fmt: skip

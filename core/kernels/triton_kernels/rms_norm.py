@@ -67,7 +67,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     scale = x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype))
     if y.numel():
         _forward[lambda meta: (triton.cdiv(rows, meta["ROWS"]),)](
-            flat, weight, y, scale, rows, columns, flat.stride(0),
+            flat, weight.contiguous(), y, scale, rows, columns, flat.stride(0),
             EPS=eps, COLUMNS=triton.next_power_of_2(columns), WIDE=wide_type(x.dtype),
         )  # fmt: skip
     return y, scale
@@ -84,7 +84,7 @@ def backward(
     partial = torch.zeros((programs if for_weight else 0, columns), dtype=scale.dtype, device=x.device)
     if x.numel():
         _backward[(programs,)](
-            given, flat, weight, scale, grad_x, partial, rows, columns, given.stride(0), flat.stride(0),
+            given, flat, weight.contiguous(), scale, grad_x, partial, rows, columns, given.stride(0), flat.stride(0),
             FOR_X=for_x, FOR_WEIGHT=for_weight, COLUMNS=triton.next_power_of_2(columns), WIDE=wide_type(x.dtype),
         )  # fmt: skip
     return grad_x, partial.sum(0).to(weight.dtype) if for_weight else x.new_empty(0)

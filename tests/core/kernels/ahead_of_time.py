@@ -1,4 +1,4 @@
-"""Compiles what the launchers would launch, without a device: ``python ahead_of_time.py 80,90 FEW|all CALL...``
+"""Compiles what the launchers would launch, without a device: ``python ahead_of_time.py 80,90 ends|all CALL...``
 
 Prints a JSON line a compiled kernel. A process of its own: the compiler and the interpreter need their own each.
 """
@@ -64,7 +64,7 @@ def widest(ptx: str) -> int:
 
 
 def instead(report: Callable[..., None], every: bool) -> None:
-    """Launches become compilations; tuning becomes the first and the last configuration, or all."""
+    """Launches become compilations; tuning becomes all configurations, or the first and the last."""
     launch = JITFunction.run
 
     def compile_alone(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -81,6 +81,11 @@ def instead(report: Callable[..., None], every: bool) -> None:
 
     JITFunction.run = compile_alone  # type: ignore[method-assign]
     Autotuner.run = configurations  # type: ignore[method-assign]
+
+
+def one_each() -> list[str]:
+    """The first call of each operation: the others' kernels differ by a flag."""
+    return list({call.operation: name for name, call in reversed(CALLS.items())}.values())
 
 
 def main() -> None:
@@ -103,7 +108,7 @@ def main() -> None:
     dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float64) if extent == "all" else (torch.bfloat16,)
     for capability in map(int, capabilities.split(",")):
         driver.set_active(Driver(capability))
-        for name in names or CALLS:
+        for name in names or (CALLS if extent == "all" else one_each()):
             call = CALLS[name]
             for dtype in dtypes:
                 now.update(call=name, capability=capability, dtype=str(dtype).removeprefix("torch."))

@@ -235,20 +235,20 @@ CALLS: Mapping[str, Call] = {
     "bias_gelu": Call("bias_gelu", _norm_inputs, _bias_gelu("none"), ("x", "bias"), ROWS, (4096, 16384)),
     "bias_gelu tanh": Call("bias_gelu", _norm_inputs, _bias_gelu("tanh"), ("x", "bias"), ((37, 101),), (4096, 16384)),
     "gelu": Call("bias_gelu", _norm_inputs, _bias_gelu("none", bias=False), ("x",), ((37, 101),), (4096, 16384)),
-    "softmax": Call("scaled_masked_softmax", _scores, _softmax(True, False), ("scores",), SCORES, (2, 32, 4096, 4096)),
+    "softmax": Call("scaled_masked_softmax", _scores, _softmax(True, False), ("scores",), SCORES, (2, 8, 4096, 4096)),
     "softmax masked": Call(
-        "scaled_masked_softmax", _scores, _softmax(False, True), ("scores",), SCORES, (2, 32, 4096, 4096)
+        "scaled_masked_softmax", _scores, _softmax(False, True), ("scores",), SCORES, (2, 8, 4096, 4096)
     ),
     "softmax both": Call(
-        "scaled_masked_softmax", _scores, _softmax(True, True), ("scores",), SCORES, (2, 32, 4096, 4096)
+        "scaled_masked_softmax", _scores, _softmax(True, True), ("scores",), SCORES, (2, 8, 4096, 4096)
     ),
     "dropout_add": Call("dropout_add", _dropout_inputs, _dropout_add, ("x", "residual"), HIDDEN, (2048, 2, 4096)),
     "dropout": Call("dropout_add", _dropout_inputs, _dropout, ("x",), HIDDEN, (2048, 2, 4096)),
     "adamw": Call("adamw", _adamw_inputs, _adamw, (), ((37, 101), (1, 1)), (4096, 4096)),
-    "loss": Call("cross_entropy", _loss_inputs, _loss(False), ("logits",), LOGITS, (4096, 128256)),
-    "loss in place": Call("cross_entropy", _loss_inputs, _loss(True), ("logits",), LOGITS[:2], (4096, 128256)),
+    "loss": Call("cross_entropy", _loss_inputs, _loss(False), ("logits",), LOGITS, (1024, 128256)),
+    "loss in place": Call("cross_entropy", _loss_inputs, _loss(True), ("logits",), LOGITS[:2], (1024, 128256)),
     "linear loss": Call(
-        "linear_cross_entropy", _linear_loss_inputs, _linear_loss, ("x", "weight"), LOGITS, (4096, 128256)
+        "linear_cross_entropy", _linear_loss_inputs, _linear_loss, ("x", "weight"), LOGITS, (1024, 128256)
     ),
 }
 
@@ -282,16 +282,12 @@ def results(call: Call, inputs: Inputs, backend: str, seed: int = 1) -> dict[str
 
 
 def reference(call: Call, inputs: Inputs) -> dict[str, Tensor]:
-    """The same numbers through torch in float64 on the CPU: rounded inputs are not counted as an error."""
+    """The same numbers through torch in float64: that inputs are rounded does not count as an error."""
     exact = {
-        name: value.cpu().double() if isinstance(value, Tensor) and value.is_floating_point() else _cpu(value)
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
     }
     return results(call, exact, "torch")
-
-
-def _cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -302,7 +298,7 @@ def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], toleran
     assert found.keys() == expected.keys()
     least = 1e-3 * max(float(theirs.double().norm()) for theirs in expected.values())
     for name, theirs in expected.items():
-        ours = found[name].cpu().double()
+        ours = found[name].double()
         assert ours.shape == theirs.shape, name
         error = float((ours - theirs.double()).norm())
         bound = tolerance * max(float(theirs.double().norm()), least)

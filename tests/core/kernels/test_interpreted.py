@@ -24,3 +24,104 @@ def test_narrow(name, dtype):
     assert {key: value.dtype for key, value in found.items()} == {
         key: value.dtype for key, value in results(CALLS[name], inputs, "torch").items()
     }
+
+
+# ---------------------------------------------------------------- memory of any layout
+def _strange(value):
+    """The same numbers with gaps between neighbours and rows."""
+    if not (isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point()):
+        return value
+    wide = value.new_full((*(2 * size + 1 for size in value.shape),), float("nan"))
+    part = wide[tuple(slice(1, None, 2) for _ in value.shape)]
+    return part.copy_(value)
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.operation != "adamw"])
+def test_inputs_with_gaps(name):
+    call = CALLS[name]
+    inputs = inputs_of(call, call.shapes[0], torch.float64)
+    strange = {key: _strange(value) for key, value in inputs.items()}
+    compare(results(call, strange, "triton"), reference(call, inputs), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.differentiated])
+@pytest.mark.parametrize("kind", ["expanded", "transposed"])
+def test_gradients_of_any_layout(name, kind):
+    call = CALLS[name]
+    inputs = inputs_of(call, call.shapes[0], torch.float64)
+
+    def run(given, backend):
+        leaves = {key: given[key].detach().requires_grad_() for key in call.differentiated}
+        result = call.run({**given, **leaves}, backend)
+        gradient = torch.ones((), dtype=torch.float64).expand(result.shape)
+        if kind == "transposed":
+            turned = tuple(reversed(result.shape))
+            gradient = (
+                torch.linspace(-1, 1, result.numel(), dtype=torch.float64)
+                .view(turned)
+                .permute(*reversed(range(result.ndim)))
+            )
+        return dict(zip(leaves, torch.autograd.grad(result, list(leaves.values()), gradient), strict=True))
+
+    found, expected = run(inputs, "triton"), run(inputs, "torch")
+    for key, theirs in expected.items():
+        assert (found[key] - theirs).abs().max() <= 1e-11 * max(1.0, float(theirs.abs().max())), key
+
+
+# ---------------------------------------------------------------- numbers of any size
+@pytest.mark.parametrize("size", [1e-30, 1e4, 1e15])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "swiglu", "bias_gelu", "bias_gelu tanh", "softmax", "loss"])
+def test_extremes_are_torchs(name, size):
+    call = CALLS[name]
+    inputs = inputs_of(call, call.shapes[0], torch.float32)
+    inputs = {
+        key: value * size if isinstance(value, torch.Tensor) and key in call.differentiated[:1] else value
+        for key, value in inputs.items()
+    }
+    found, expected = results(call, inputs, "triton"), results(call, inputs, "torch")
+    for key, theirs in expected.items():
+        assert torch.equal(torch.isfinite(found[key]), torch.isfinite(theirs)), key
+        torch.testing.assert_close(found[key], theirs, rtol=2e-5, atol=1e-6 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_number_stays_in_its_row(bad):
+    for name in ("rms_norm", "layer_norm", "softmax", "loss"):
+        call = CALLS[name]
+        inputs = inputs_of(call, call.shapes[0], torch.float64)
+        inputs[call.differentiated[0]].select(-2, 2).select(-1, 1).fill_(bad)
+        found, expected = results(call, inputs, "triton"), results(call, inputs, "torch")
+        for key, theirs in expected.items():
+            torch.testing.assert_close(
+                found[key], theirs, rtol=1e-9, atol=1e-12, equal_nan=True, msg=lambda m, k=key, n=name: f"{n} {k}: {m}"
+            )
+
+
+def test_a_row_of_minus_infinity_has_no_loss():
+    from gridtron.parallel.loss import vocab_parallel_cross_entropy
+
+    logits = torch.randn(3, 7)
+    logits[1] = float("-inf")
+    for backend in ("triton", "torch"):
+        losses = vocab_parallel_cross_entropy(logits, torch.tensor([0, 1, 2]), backend=backend)
+        assert losses.isnan().tolist() == [False, True, False]
+
+
+def test_rows_that_are_too_long_for_a_program_are_torchs():
+    from gridtron.core.kernels.backend import MAXIMUM_COLUMNS
+    from gridtron.core.kernels.rms_norm import rms_norm
+
+    x, weight = torch.randn(2, MAXIMUM_COLUMNS + 1), torch.randn(MAXIMUM_COLUMNS + 1)
+    assert torch.equal(rms_norm(x, weight, 1e-5, "triton"), rms_norm(x, weight, 1e-5, "torch"))
+    x, weight = x[:, 1:], weight[1:]
+    assert torch.allclose(rms_norm(x, weight, 1e-5, "triton"), rms_norm(x, weight, 1e-5, "torch"), atol=1e-5)
+
+
+def test_logits_that_were_overwritten_are_not_used_again():
+    from gridtron.parallel.loss import vocab_parallel_cross_entropy
+
+    logits = torch.randn(3, 7, requires_grad=True)
+    losses = vocab_parallel_cross_entropy(logits * 1, torch.tensor([0, 1, 2]), inplace=True, backend="triton")
+    losses.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
