@@ -99,6 +99,8 @@ def keep_all_but(operations: Collection[str]) -> Callable[..., CheckpointPolicy]
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = f"{operator.namespace}.{operator.__name__.partition('.')[0]}"
-        return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        # What an operator wrote into a tensor that it was given (a product in pieces) would not be written again.
+        keep = name in kept and not operator._schema.is_mutable
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

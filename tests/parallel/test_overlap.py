@@ -13,11 +13,13 @@ from torch import nn
 
 from gridtron.conf.compose import Refusal, compose
 from gridtron.conf.rules import Surroundings
+from gridtron.conf.schema import plan_to_dict
 from gridtron.core import Grid, Ledger
 from gridtron.core.sharding import even_ranges
 from gridtron.parallel import TensorParallelLinear, activation_checkpoint, full_state_dict, overlap
 from gridtron.parallel.linear import column_linear
 from gridtron.parallel.recompute import RecomputeConfig
+from gridtron.tools.run_directory import changed_mathematics
 
 
 def small_pieces():
@@ -112,6 +114,25 @@ def test_layers_have_equal_results_and_bytes(world_size, checkpoint):
             # Forward and the row layer's backward in pieces; the weights' gather is one, behind the input's gradient.
             assert gathers == (2 + checkpoint) * pieces + 1
             assert scatters == (2 + checkpoint) * pieces
+
+
+def check_list_of_operations():
+    """A product in pieces is written into a whole: a checkpoint of a list runs it again."""
+    with Grid.create(tensor=-1) as grid, small_pieces():
+        layer = TensorParallelLinear(
+            6, 5, grid.tensor, sequence_parallel=True, overlap="chunked", dtype=torch.float64, bias=False
+        )
+        found = []
+        for policy in ("none", ["attention"]):
+            x = torch.arange(48.0, dtype=torch.float64).view(8, 1, 6).requires_grad_()
+            activation_checkpoint(lambda x: layer(x).square().cos(), x, policy=policy).sum().backward()
+            found.append((x.grad, layer.weight.grad))
+            layer.weight.grad = None
+        assert all(map(torch.equal, *found))
+
+
+def test_a_list_of_operations_around_a_layer():
+    run_ranks(check_list_of_operations, 2)
 
 
 def check_large_is_cut_and_small_is_not():
@@ -305,6 +326,15 @@ def test_refused_before_anything_starts(words, devices, message):
     around = Surroundings(cores=64, devices=devices, data_fault=lambda c: None, folder_fault=lambda folder: None)
     with pytest.raises(Refusal, match=message):
         compose(["model=tiny", *words], surroundings=around)
+
+
+@pytest.mark.parametrize("word", ["grid.overlap=chunked", "train.compile=true"])
+def test_free_on_resume(word):
+    around = Surroundings(cores=64, data_fault=lambda c: None, folder_fault=lambda folder: None)
+    before, after = (
+        plan_to_dict(compose(["model=tiny", "grid=tensor", *more], surroundings=around)) for more in ((), (word,))
+    )
+    assert before != after and changed_mathematics(before, after) == []
 
 
 def test_accepted():
