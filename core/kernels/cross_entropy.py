@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register
+from gridtron.core.kernels.blocks import row_blocks
 from gridtron.core.precision import wide_dtype
 
 ELSEWHERE = -1
@@ -58,22 +59,23 @@ def statistics(
     if not share:
         none = logits.new_zeros(rows, dtype=wide)
         return Statistics(logits.to(wide), none.sub(float("inf")), none, none.clone())
-    maximum = logits.amax(-1).to(wide)
-    place = local.clamp_min(0).unsqueeze(1)
-    logit = logits.gather(1, place).squeeze(1).to(wide).masked_fill_(local < 0, 0)
-    exponents = exponents_of(logits, maximum, inplace)
-    return Statistics(exponents, maximum, exponents.sum(-1), logit)
+    exponents = logits if inplace and logits.dtype == wide else torch.empty_like(logits, dtype=wide)
+    maximum, total, logit = (logits.new_empty(rows, dtype=wide) for _ in range(3))
+    places = local.clamp_min(0)
+    for values, place, most, target, kept, whole in row_blocks(logits, places, maximum, logit, exponents, total):
+        most.copy_(values.amax(-1))
+        target.copy_(values.gather(1, place.unsqueeze(1)).squeeze(1))
+        torch.sum(exponents_of(values, most, kept), -1, out=whole)
+    return Statistics(exponents, maximum, total, logit.masked_fill_(local < 0, 0))
 
 
 def exponents_of(
-    logits: Float[Tensor, "rows share"], maximum: Float[Tensor, "rows"], inplace: bool
+    logits: Float[Tensor, "rows share"], maximum: Float[Tensor, "rows"], out: Float[Tensor, "rows share"]
 ) -> Float[Tensor, "rows share"]:
-    """exp(logits - maximum) in the wide dtype, where the logits are where that can be and may be."""
+    """exp(logits - maximum), written to ``out`` of the wide dtype, which the logits themselves may be."""
     # A row of -inf has no maximum to subtract: from 0 its exponents are the zeros that they are.
     base = maximum.masked_fill(maximum == float("-inf"), 0).unsqueeze(1)
-    if logits.dtype != maximum.dtype:
-        return logits.to(maximum.dtype).sub_(base).exp_()
-    return (logits.sub_(base) if inplace else logits.sub(base)).exp_()
+    return torch.sub(logits, base, out=out).exp_()
 
 
 def gradient(
@@ -101,12 +103,18 @@ def gradient(
             return _gradient_operator(kept, maximum, factor, weight, local)
         _gradient_in_place(kept, maximum, factor, weight, local)
         return kept
-    grad = kept.mul_(factor.unsqueeze(1)) if inplace else kept.mul(factor.unsqueeze(1))
-    # 0 x inf: an ignored row may hold anything, and its gradient is zero.
-    grad.masked_fill_((local == IGNORED).unsqueeze(1), 0)
-    if grad.shape[1]:
-        grad.scatter_add_(1, local.clamp_min(0).unsqueeze(1), weight.neg().masked_fill_(local < 0, 0).unsqueeze(1))
-    return grad.to(dtype)
+    grad = kept if inplace and kept.dtype == dtype else torch.empty_like(kept, dtype=dtype)
+    if not kept.shape[1]:
+        return grad
+    ignored = (local == IGNORED).unsqueeze(1)
+    places, less = local.clamp_min(0).unsqueeze(1), weight.neg().masked_fill_(local < 0, 0).unsqueeze(1)
+    for values, scale, place, one, none, out in row_blocks(kept, factor.unsqueeze(1), places, less, ignored, grad):
+        scaled = torch.mul(values, scale, out=out) if out.dtype == values.dtype else values * scale
+        # 0 x inf: an ignored row may hold anything, and its gradient is zero.
+        scaled.masked_fill_(none, 0).scatter_add_(1, place, one)
+        if scaled is not out:
+            out.copy_(scaled)
+    return grad
 
 
 # ---------------------------------------------------------------- Triton

@@ -46,10 +46,15 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.to(wide_dtype(x.dtype))
-    square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-    scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
-    return wide.mul(scale).to(x.dtype).mul_(weight), scale
+    y, scale = contiguous_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype))
+    for values, out, factor in row_blocks(*(as_rows(tensor) for tensor in (x, y, scale))):
+        torch.linalg.vector_norm(values, dim=-1, keepdim=True, dtype=factor.dtype, out=factor)
+        factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        if out.dtype == factor.dtype:
+            torch.mul(values, factor, out=out).mul_(weight)
+        else:
+            out.copy_(values * factor).mul_(weight)
+    return y, scale
 
 
 def _backward(

@@ -58,7 +58,8 @@ class _Softmax(torch.autograd.Function):
 
 
 def _forward(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    wide = scores.to(wide_dtype(scores.dtype)).mul(scale)
+    dtype = wide_dtype(scores.dtype)
+    wide = scores.mul(scale) if scores.dtype == dtype else scores.to(dtype).mul_(scale)
     queries, keys = scores.shape[-2:]
     if causal:
         future = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)

@@ -29,7 +29,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, backend: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.backend = backend
-        return F.silu(gate).mul_(up) if backend == "torch" else _forward_operator(gate, up)
+        return (_forward if backend == "torch" else _forward_operator)(gate, up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -37,6 +37,13 @@ class _SwiGLU(torch.autograd.Function):
         if ctx.backend != "torch":
             return *_backward_operator(gradient, gate, up), None
         return *_backward(gradient, gate, up), None
+
+
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    y = contiguous_like(gate)
+    for gate_rows, up_rows, out in row_blocks(*(as_rows(tensor) for tensor in (gate, up, y))):
+        torch.ops.aten.silu.out(gate_rows, out=out).mul_(up_rows)
+    return y
 
 
 def _backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

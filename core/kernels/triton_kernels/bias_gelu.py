@@ -13,6 +13,7 @@ from gridtron.core.kernels.triton_kernels.launch import (
     flat_grid,
     processors,
     rows_of,
+    ruled,
     tuned,
     wide_type,
 )
@@ -83,12 +84,13 @@ def _backward_kernel(
         tl.store(partial + tl.program_id(1).to(tl.int64) * columns + column, total, column < columns)
 
 
-_CONFIGURATIONS = [
-    triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=warps)
-    for rows, block, warps in ((1, 1024, 4), (4, 256, 4), (8, 256, 4), (16, 128, 4), (4, 1024, 8))
-]
+def _backward_rule(columns: int) -> dict[str, int]:
+    block = min(512, triton.next_power_of_2(columns))
+    return {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
+
+
 _forward = tuned(_forward_kernel, flat_configurations(), ["FLAT", "BIAS"], {"BLOCK": 4096})
-_backward = tuned(_backward_kernel, _CONFIGURATIONS, ["columns", "BIAS"], {"ROWS": 64, "BLOCK": 128})
+_backward = ruled(_backward_kernel, _backward_rule, {"ROWS": 64, "BLOCK": 128})
 
 
 def forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gridtron.core.kernels.backend import contiguous_like
-from gridtron.core.kernels.triton_kernels.launch import tuned, wide_type
+from gridtron.core.kernels.triton_kernels.launch import ruled, tuned, wide_type
 from gridtron.core.precision import wide_dtype
 
 # As in the operation's file; a kernel reads no others of a module's values than these.
@@ -62,16 +62,17 @@ def _gradient_kernel(
     tl.store(out + row * out_stride + column, tl.where(counts, result, 0.0), inside)
 
 
-_STATISTICS = [
-    triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=warps)
-    for rows, block, warps in ((1, 1024, 4), (1, 4096, 4), (1, 4096, 8), (1, 8192, 16), (1, 16384, 32), (4, 1024, 4))
-]
+def _statistics_rule(columns: int) -> dict[str, int]:
+    block = min(8192, triton.next_power_of_2(columns))
+    return {"ROWS": max(1, 2048 // block), "BLOCK": block, "num_warps": max(4, block // 512)}
+
+
 _GRADIENT = [
     triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=warps)
     for rows, block, warps in ((1, 1024, 4), (1, 2048, 4), (1, 4096, 8), (4, 1024, 8))
 ]
 _INTERPRETED = {"ROWS": 64, "BLOCK": 128}
-_statistics = tuned(_statistics_kernel, _STATISTICS, ["columns"], _INTERPRETED)
+_statistics = ruled(_statistics_kernel, _statistics_rule, _INTERPRETED)
 _gradient = tuned(_gradient_kernel, _GRADIENT, ["columns"], _INTERPRETED)
 _gradient_in_place = tuned(_gradient_kernel, _GRADIENT, ["columns"], _INTERPRETED, restored=["out"])
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-_NUMBERS_A_THREAD = 32
-"""Of one operand that a thread holds: with more, a kernel of several operands spills its registers."""
 
 
 def tuned(
@@ -24,35 +20,45 @@ def tuned(
 ) -> Any:
     """``kernel`` under the configuration that is fastest for each value of the arguments ``key``.
 
+    For elementwise kernels alone, whose numbers no configuration changes: what is fastest differs between ranks and
+    between runs, and replicas must stay equal and a resumed run the same, to the bit.
+
     Args:
-        configurations: block sizes, as ROWS or BLOCK, and warps; those that give a thread too much are left out.
+        configurations: block sizes and warps.
         interpreted: the block sizes in the interpreter, where a program takes milliseconds whatever its size.
         restored: arguments that the kernel reads and overwrites: put back after each trial.
     """
     if triton.knobs.runtime.interpret:
         return triton.autotune([triton.Config(dict(interpreted))], list(key))(kernel)
-    tune = triton.autotune(
-        list(configurations),
-        list(key),
-        prune_configs_by={"early_config_prune": _fitting},
-        restore_value=list(restored) or None,
-    )
-    return tune(kernel)
+    return triton.autotune(list(configurations), list(key), restore_value=list(restored) or None)(kernel)
 
 
-def _fitting(configurations: list[triton.Config], _: Mapping[str, Any], **given: Any) -> list[triton.Config]:
-    def load(configuration: triton.Config) -> float:
-        numbers = prod(configuration.kwargs.values()) * given.get("COLUMNS", 1)
-        return numbers / (32 * configuration.num_warps)
+def ruled(kernel: Any, rule: Callable[[int], Mapping[str, int]], interpreted: Mapping[str, int]) -> Any:
+    """``kernel`` with block sizes and warps that follow from its argument ``columns``: for kernels that sum, where they
+    settle the order.
 
-    kept = [configuration for configuration in configurations if load(configuration) <= _NUMBERS_A_THREAD]
-    return kept or [min(configurations, key=load)]
+    Args:
+        rule: columns -> block sizes and ``num_warps``.
+        interpreted: the block sizes in the interpreter.
+    """
+    if triton.knobs.runtime.interpret:
+        return triton.heuristics({name: _constant(size) for name, size in interpreted.items()})(kernel)
+    return triton.heuristics({name: _by_columns(rule, name) for name in rule(1)})(kernel)
 
 
-def row_configurations() -> list[triton.Config]:
-    """For kernels that hold whole rows of COLUMNS numbers, ROWS of them at once."""
-    choices = ((1, 4), (1, 8), (1, 16), (4, 4), (4, 8), (16, 4), (16, 8))
-    return [triton.Config({"ROWS": rows}, num_warps=warps) for rows, warps in choices]
+def _constant(size: int) -> Callable[[Mapping[str, Any]], int]:
+    return lambda given: size
+
+
+def _by_columns(rule: Callable[[int], Mapping[str, int]], name: str) -> Callable[[Mapping[str, Any]], int]:
+    return lambda given: rule(given["columns"])[name]
+
+
+def row_rule(columns: int) -> dict[str, int]:
+    """For kernels that hold whole rows: short ones together, sixteen numbers of an operand a thread."""
+    block = triton.next_power_of_2(columns)
+    rows = max(1, 2048 // block)
+    return {"ROWS": rows, "num_warps": min(32, max(4, rows * block // 512))}
 
 
 def flat_configurations() -> list[triton.Config]:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gridtron.core.kernels.backend import contiguous_like
-from gridtron.core.kernels.triton_kernels.launch import processors, row_configurations, rows_of, tuned, wide_type
+from gridtron.core.kernels.triton_kernels.launch import processors, row_rule, rows_of, ruled, wide_type
 from gridtron.core.precision import wide_dtype
 
 
@@ -55,8 +55,8 @@ def _backward_kernel(
         tl.store(partial + tl.program_id(0).to(tl.int64) * columns + column, total, column < columns)
 
 
-_forward = tuned(_forward_kernel, row_configurations(), ["columns"], {"ROWS": 64})
-_backward = tuned(_backward_kernel, row_configurations(), ["columns"], {"ROWS": 64})
+_forward = ruled(_forward_kernel, row_rule, {"ROWS": 64})
+_backward = ruled(_backward_kernel, row_rule, {"ROWS": 64})
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

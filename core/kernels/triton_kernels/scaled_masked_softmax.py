@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gridtron.core.kernels.backend import contiguous_like
-from gridtron.core.kernels.triton_kernels.launch import row_configurations, rows_of, tuned, wide_type
+from gridtron.core.kernels.triton_kernels.launch import row_rule, rows_of, ruled, wide_type
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _backward_kernel(
     tl.store(grad + row * columns + key, share * (given - mean) * SCALE, inside)
 
 
-_forward = tuned(_forward_kernel, row_configurations(), ["columns", "CAUSAL", "MASK"], {"ROWS": 128})
-_backward = tuned(_backward_kernel, row_configurations(), ["columns"], {"ROWS": 128})
+_forward = ruled(_forward_kernel, row_rule, {"ROWS": 128})
+_backward = ruled(_backward_kernel, row_rule, {"ROWS": 128})
 
 
 def forward(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:

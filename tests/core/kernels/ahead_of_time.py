@@ -25,6 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from calls import CALLS, inputs_of, results
 
 
+# Block sizes of kernels that hold whole rows follow from their length.
+OTHER_WIDTHS = (96, 1000, 16384)
+
+
 class Driver:
     """A device of a compute capability that is not there; kernels are kept by the number of the device."""
 
@@ -112,7 +116,10 @@ def main() -> None:
             call = CALLS[name]
             for dtype in dtypes:
                 now.update(call=name, capability=capability, dtype=str(dtype).removeprefix("torch."))
-                results(call, inputs_of(call, call.compiled, dtype), "triton")
+                widths = (call.large[-1], *OTHER_WIDTHS) if extent == "all" else (call.large[-1],)
+                for width in widths:
+                    now.update(width=width)
+                    results(call, inputs_of(call, (*call.compiled[:-1], width), dtype), "triton")
 
 
 if __name__ == "__main__":

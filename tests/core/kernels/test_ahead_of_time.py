@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from gridtron.core.kernels.backend import MAXIMUM_COLUMNS
 from gridtron.core.kernels.config import operations
 
 from .calls import CALLS
@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 CHILD = Path(__file__).with_name("ahead_of_time.py")
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """What a block may have at most, in bytes."""
+LONGEST = MAXIMUM_COLUMNS
 
 
 def compiled(capabilities, extent, *names):
@@ -26,15 +27,15 @@ def compiled(capabilities, extent, *names):
 
 
 def check(rows, capabilities, spilled):
-    by_call = defaultdict(set)
+    assert {row["capability"] for row in rows} == set(capabilities)
     for row in rows:
-        by_call[row["capability"]].add(row["call"])
         assert row["cubin"] > 0 and row["shared"] <= SHARED[row["capability"]] // 4, row
-        # At the sizes in use next to nothing leaves the registers but in float64, which no device is tuned for.
-        assert row["spilled"] <= spilled or row["dtype"] == "float64", row
-        # A kernel that reads number by number leaves half of the memory's rate.
-        assert row["vector"] >= 16 or row["dtype"] == "float64", row
-    assert set(by_call) == set(capabilities)
+        if row["dtype"] == "float64":
+            continue  # Right there too; no device is fast in it.
+        # At the longest rows a little leaves the registers: still less than a second read of the row would be.
+        assert row["spilled"] <= (512 if row["width"] == LONGEST else spilled), row
+        # A kernel that reads number by number would leave half of the memory's rate; so do rows of odd addresses.
+        assert row["vector"] >= 16 or row["width"] % 16, row
 
 
 @pytest.mark.timeout(600)
