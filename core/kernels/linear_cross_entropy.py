@@ -77,7 +77,11 @@ def chunked_gradients(
     for first in range(0, x.shape[0], chunk):
         part = slice(first, first + chunk)
         logits = F.linear(x[part], weight)
-        kept = logits if backend == "triton" else exponents_of(logits, maximum[part], inplace=True)
+        kept = logits
+        if backend == "torch":
+            kept = exponents_of(
+                logits, maximum[part], logits if x.dtype == wide else logits.new_empty(logits.shape, dtype=wide)
+            )
         grad = gradient(
             kept, maximum[part], factor[part], row_weight[part], local[part], x.dtype, inplace=True, backend=backend
         )

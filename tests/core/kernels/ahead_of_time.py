@@ -24,7 +24,6 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parent))
 from calls import CALLS, inputs_of, results
 
-
 # Block sizes of kernels that hold whole rows follow from their length.
 OTHER_WIDTHS = (96, 1000, 16384)
 
