@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from gridtron.parallel.dropout import Dropout, SampleContext
     from gridtron.parallel.embedding import VocabParallelEmbedding
     from gridtron.parallel.linear import TensorParallelLinear
+    from gridtron.parallel.linear_loss import vocab_parallel_linear_cross_entropy
     from gridtron.parallel.loss import vocab_parallel_cross_entropy
     from gridtron.parallel.recompute import activation_checkpoint
     from gridtron.parallel.sequence import sequence_parallel_region
@@ -27,6 +28,7 @@ __all__ = [
     "load_full_state_dict",
     "sequence_parallel_region",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]
 
 # Taken from here when asked for: the command line reads the options of these modules without torch.
@@ -43,6 +45,7 @@ _MODULES = {
     "load_full_state_dict": "gridtron.parallel.state",
     "sequence_parallel_region": "gridtron.parallel.sequence",
     "vocab_parallel_cross_entropy": "gridtron.parallel.loss",
+    "vocab_parallel_linear_cross_entropy": "gridtron.parallel.linear_loss",
 }
 
 

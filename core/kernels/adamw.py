@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gridtron.core.kernels.backend import launcher
+
 if TYPE_CHECKING:
     from gridtron.core.kernels.triton_kernels.adamw import Row, Table
 
@@ -61,7 +63,7 @@ class TritonAdamW(torch.optim.Optimizer):
     def _update(self, group: Mapping[str, Any], place: tuple[int, int], count: int, parameters: list[Tensor]) -> None:
         if not parameters:
             return
-        from gridtron.core.kernels.triton_kernels.adamw import Table, update
+        from gridtron.core.kernels.triton_kernels.adamw import Table
 
         rows: list[Row] = []
         for one in parameters:
@@ -73,15 +75,9 @@ class TritonAdamW(torch.optim.Optimizer):
         if table is None or not table.fits(rows):
             table = self._tables[place] = Table(rows)
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        update(
-            table,
-            decay=1 - lr * group["weight_decay"],
-            rate=lr / (1 - beta1**count),
-            root=math.sqrt(1 - beta2**count),
-            eps=group["eps"],
-            beta1=beta1,
-            beta2=beta2,
-        )
+        run = launcher("adamw", "update")
+        decay, root = 1 - lr * group["weight_decay"], math.sqrt(1 - beta2**count)
+        run(table.table, table, decay, lr / (1 - beta1**count), root, group["eps"], beta1, beta2)
         # Autograd does not see the writes of a kernel.
         copies = [self.copies[one] for one in parameters if one in self.copies]
         torch.autograd.graph.increment_version([*parameters, *copies])

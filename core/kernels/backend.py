@@ -36,11 +36,15 @@ def register(
 
 
 def launcher(file: str, function: str) -> Callable[..., Any]:
-    """A function of ``triton_kernels/file.py``, imported when it is first called: Triton takes a second."""
+    """A function of ``triton_kernels/file.py``, imported when it is first called, for Triton takes a second; it runs
+    with the device of its first argument as the current one, where Triton launches."""
 
-    def launch(*arguments: Any) -> Any:
-        module = importlib.import_module(f"gridtron.core.kernels.triton_kernels.{file}")
-        return getattr(module, function)(*arguments)
+    def launch(x: Tensor, *arguments: Any) -> Any:
+        run = getattr(importlib.import_module(f"gridtron.core.kernels.triton_kernels.{file}"), function)
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return run(x, *arguments)
+        with torch.cuda.device(x.device):
+            return run(x, *arguments)
 
     return launch
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gridtron.core.kernels.backend import contiguous_like, launcher, register, row_backend
+from gridtron.core.kernels.blocks import as_rows, row_blocks
 from gridtron.core.precision import wide_dtype
 
 
@@ -75,8 +76,13 @@ def _forward(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) ->
 
 def _backward(gradient: Tensor, weights: Tensor, scale: float) -> Tensor:
     wide = wide_dtype(weights.dtype)
-    grad = torch.ops.aten._softmax_backward_data(gradient.to(wide), weights.to(wide), -1, wide)
-    return grad.mul_(scale).to(weights.dtype)
+    grad = contiguous_like(weights)
+    for given, own, out in row_blocks(as_rows(gradient), as_rows(weights), as_rows(grad)):
+        own = own.to(wide)
+        product = own * given
+        mean = product.sum(-1, keepdim=True)
+        out.copy_(product.addcmul_(own, mean, value=-1).mul_(scale))
+    return grad
 
 
 # ---------------------------------------------------------------- Triton

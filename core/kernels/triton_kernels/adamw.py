@@ -124,16 +124,19 @@ def _addresses(rows: Sequence[Row]) -> list[list[int]]:
     return [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows]
 
 
-def update(table: Table, decay: float, rate: float, root: float, eps: float, beta1: float, beta2: float) -> None:
+def update(
+    addresses: Tensor, table: Table, decay: float, rate: float, root: float, eps: float, beta1: float, beta2: float
+) -> None:
     """One step of every tensor.
 
     Args:
+        addresses: those of the table.
         decay: what weights are multiplied by first.
         rate: the learning rate over the correction of the mean's bias.
         root: of the correction of the square's bias.
     """
     _kernel[(table.programs,)](
-        table.table, table.blocks, decay, rate, root, eps, 1 - beta1, beta2, 1 - beta2,
+        addresses, table.blocks, decay, rate, root, eps, 1 - beta1, beta2, 1 - beta2,
         GRADIENT=_TYPES[table.gradient], COPY=None if table.copy is None else _TYPES[table.copy],
         ALIGNED=table.aligned, FIELDS=_FIELDS, BLOCK=table.block, WIDE=wide_type(table.wide), num_warps=4,
     )  # fmt: skip

@@ -85,7 +85,7 @@ def _backward_kernel(
 
 
 def _backward_rule(columns: int) -> dict[str, int]:
-    block = min(512, triton.next_power_of_2(columns))
+    block = min(512, triton.next_power_of_2(max(1, columns)))
     return {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
 
 

@@ -63,7 +63,7 @@ def _gradient_kernel(
 
 
 def _statistics_rule(columns: int) -> dict[str, int]:
-    block = min(8192, triton.next_power_of_2(columns))
+    block = min(8192, triton.next_power_of_2(max(1, columns)))
     return {"ROWS": max(1, 2048 // block), "BLOCK": block, "num_warps": max(4, block // 512)}
 
 

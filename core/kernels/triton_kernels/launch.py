@@ -56,7 +56,7 @@ def _by_columns(rule: Callable[[int], Mapping[str, int]], name: str) -> Callable
 
 def row_rule(columns: int) -> dict[str, int]:
     """For kernels that hold whole rows: short ones together, sixteen numbers of an operand a thread."""
-    block = triton.next_power_of_2(columns)
+    block = triton.next_power_of_2(max(1, columns))
     rows = max(1, 2048 // block)
     return {"ROWS": rows, "num_warps": min(32, max(4, rows * block // 512))}
 

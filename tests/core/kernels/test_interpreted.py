@@ -97,6 +97,17 @@ def test_what_is_no_number_stays_in_its_row(bad):
             )
 
 
+def test_a_rank_without_any_row_of_the_vocabulary():
+    from gridtron.core.kernels.cross_entropy import ELSEWHERE, gradient, statistics
+
+    local = torch.full((5,), ELSEWHERE)
+    found, expected = (statistics(torch.randn(5, 0), local, backend=backend) for backend in ("triton", "torch"))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    numbers = torch.ones(5)
+    assert gradient(found.kept, numbers, numbers, numbers, local, torch.float32, backend="triton").shape == (5, 0)
+
+
 def test_a_row_of_minus_infinity_has_no_loss():
     from gridtron.parallel.loss import vocab_parallel_cross_entropy
 
@@ -125,3 +136,11 @@ def test_logits_that_were_overwritten_are_not_used_again():
     losses.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()
+
+
+def test_sizes_by_rule_are_powers_of_two():
+    from gridtron.core.kernels.triton_kernels import bias_gelu, cross_entropy, launch
+
+    for rule in (launch.row_rule, bias_gelu._backward_rule, cross_entropy._statistics_rule):
+        for columns in (0, 1, 7, 96, 1000, 4096, 16384, 128256):
+            assert all(size > 0 and size & (size - 1) == 0 for size in rule(columns).values()), (rule, columns)
