@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridtron.core.kernels.adamw import fresh_state
+
 
 class ApexAdamW(torch.optim.Optimizer):
     """``apex.optimizers.FusedAdam`` as decoupled AdamW; its states are ``exp_avg``, ``exp_avg_sq`` and ``step`` of each
@@ -62,11 +64,3 @@ class ApexAdamW(torch.optim.Optimizer):
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
             self.state[parameter]["step"] += 1
-
-
-def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
