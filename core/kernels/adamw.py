@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class TritonAdamW(torch.optim.Optimizer):
     """torch's AdamW, with its states, in one pass over main weights, gradients, states and the model's narrow weights.
 
-    One launch a group and step (one for each count of steps, where parameters went without gradients). Tables of
-    addresses are made once and again when a tensor has moved. Bias corrections are computed in float64 on the host.
+    One launch a group and step (one for each count of steps, where parameters went without gradients). A table of
+    addresses is made once; where a tensor has moved it is written anew. Bias corrections are computed in float64 on the
+    host.
 
     Args:
         groups: float32 or float64 parameters on one device, each group with its ``weight_decay``; contiguous.
@@ -51,13 +52,14 @@ class TritonAdamW(torch.optim.Optimizer):
         """One update; parameters without a gradient stay as they are, and their counts too."""
         assert closure is None
         for number, group in enumerate(self.param_groups):
-            by_count: dict[int, list[Tensor]] = {}
+            launches: dict[tuple[int, Any], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    state = self.state[parameter]
+                    state, copy = self.state[parameter], self.copies.get(parameter)
                     state["step"] += 1
-                    by_count.setdefault(int(state["step"]), []).append(parameter)
-            for place, (count, parameters) in enumerate(sorted(by_count.items())):
+                    kind = int(state["step"]), None if copy is None else copy.dtype
+                    launches.setdefault(kind, []).append(parameter)
+            for place, ((count, _), parameters) in enumerate(launches.items()):
                 self._update(group, (number, place), count, [one for one in parameters if one.numel()])
 
     def _update(self, group: Mapping[str, Any], place: tuple[int, int], count: int, parameters: list[Tensor]) -> None:
@@ -68,16 +70,16 @@ class TritonAdamW(torch.optim.Optimizer):
         rows: list[Row] = []
         for one in parameters:
             assert one.grad is not None
-            rows.append(
-                (one, one.grad, self.state[one]["exp_avg"], self.state[one]["exp_avg_sq"], self.copies.get(one))
-            )
+            state = self.state[one]
+            rows.append((one, one.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(one)))
         table = self._tables.get(place)
         if table is None or not table.fits(rows):
             table = self._tables[place] = Table(rows)
+        table.find(rows)
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         run = launcher("adamw", "update")
         decay, root = 1 - lr * group["weight_decay"], math.sqrt(1 - beta2**count)
-        run(table.table, table, decay, lr / (1 - beta1**count), root, group["eps"], beta1, beta2)
+        run(table.addresses, table, decay, lr / (1 - beta1**count), root, group["eps"], beta1, beta2)
         # Autograd does not see the writes of a kernel.
         copies = [self.copies[one] for one in parameters if one in self.copies]
         torch.autograd.graph.increment_version([*parameters, *copies])

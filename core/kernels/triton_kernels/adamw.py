@@ -17,7 +17,7 @@ Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 _FIELDS = 6
 _BLOCK = 2048
 # The interpreter takes milliseconds a program, whatever its size.
-_INTERPRETED_BLOCK = 65536
+_INTERPRETED_BLOCK = 4096
 _TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -92,36 +92,44 @@ class Table:
 
     def __init__(self, rows: Sequence[Row]):
         weights, gradients, _, _, copies = zip(*rows, strict=True)
-        self.wide = _one(weights)
-        self.gradient = _one(gradients)
+        self.wide, self.gradient = _one(weights), _one(gradients)
         self.copy = None if copies[0] is None else _one(copies)
+        self.device = weights[0].device
         self.block = _INTERPRETED_BLOCK if triton.knobs.runtime.interpret else _BLOCK
-        for row in rows:
-            held = [tensor for tensor in row if tensor is not None]
-            assert all(tensor.is_contiguous() and tensor.numel() == row[0].numel() for tensor in held)
-        self.addresses = _addresses(rows)
-        self.aligned = all(address % 16 == 0 for row in self.addresses for address in row)
-        sizes = [weight.numel() for weight in weights]
-        table = [[*row, size] for row, size in zip(self.addresses, sizes, strict=True)]
-        self.table = torch.tensor(table, dtype=torch.int64).to(weights[0].device)
-        counts = torch.tensor([triton.cdiv(size, self.block) for size in sizes])
-        owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        self.sizes = [weight.numel() for weight in weights]
+        counts = torch.tensor([triton.cdiv(size, self.block) for size in self.sizes])
+        owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
         firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         self.programs = len(owners)
-        self.blocks = torch.stack([owners, torch.arange(self.programs) - firsts], -1).to(weights[0].device)
+        self.blocks = torch.stack([owners, torch.arange(self.programs) - firsts], -1).to(self.device)
+        self._kinds = _kinds(rows)
+        self._found: list[list[int]] = []
+        self.find(rows)
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether the tensors are those of the table, where they were."""
-        return self.addresses == _addresses(rows)
+        """Whether the tensors are as many, of the sizes and the dtypes of the table's."""
+        return self._kinds == _kinds(rows)
+
+    def find(self, rows: Sequence[Row]) -> None:
+        """Notes where the tensors are now, if they are the table's; where they were costs nothing."""
+        found = [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows]
+        if found == self._found:
+            return
+        for size, row in zip(self.sizes, rows, strict=True):
+            assert all(tensor is None or (tensor.is_contiguous() and tensor.numel() == size) for tensor in row)
+        self._found = found
+        self.aligned = all(address % 16 == 0 for row in found for address in row)
+        table = [[*row, size] for row, size in zip(found, self.sizes, strict=True)]
+        self.addresses = torch.tensor(table, dtype=torch.int64).to(self.device)
+
+
+def _kinds(rows: Sequence[Row]) -> list[tuple[int, torch.dtype, torch.dtype | None]]:
+    return [(row[0].numel(), row[1].dtype, None if row[4] is None else row[4].dtype) for row in rows]
 
 
 def _one(tensors: Sequence[Tensor]) -> torch.dtype:
     (dtype,) = {tensor.dtype for tensor in tensors}
     return dtype
-
-
-def _addresses(rows: Sequence[Row]) -> list[list[int]]:
-    return [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows]
 
 
 def update(

@@ -7,7 +7,7 @@ from torch import nn
 from gridtron.core.kernels.adamw import TritonAdamW
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-SHAPES = [(33, 7), (5,), (0,), (1,), (70001,)]
+SHAPES = [(33, 7), (5,), (0,), (1,), (4099,)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
 
 
@@ -37,7 +37,7 @@ def worst(ours, theirs):
 def test_it_updates_as_torchs(dtype, tolerance):
     ours, theirs = parameters(dtype), parameters(dtype)
     # A float64 run has no narrow copies; interpreted conversions to bf16 cut digits off.
-    copied = ours if dtype == torch.float32 else []
+    copied = ours[:4] if dtype == torch.float32 else []
     copies = {parameter: torch.zeros_like(parameter, dtype=torch.float16) for parameter in copied}
     first = TritonAdamW(groups(ours), **OPTIONS, copies=copies)
     second = torch.optim.AdamW(groups(theirs), **OPTIONS, fused=True)
@@ -95,8 +95,12 @@ def test_a_table_is_kept_while_nothing_moves():
     optimizer = TritonAdamW([{"params": held}], **OPTIONS)
     give(held, 0)
     optimizer.step()
-    before = optimizer._tables[0, 0]
+    table = optimizer._tables[0, 0]
+    addresses, blocks = table.addresses, table.blocks
     for parameter in held:
         parameter.grad.mul_(2)
     optimizer.step()
-    assert optimizer._tables[0, 0] is before
+    assert optimizer._tables[0, 0] is table and table.addresses is addresses
+    held[0].grad = held[0].grad.clone()
+    optimizer.step()
+    assert table.addresses is not addresses and table.blocks is blocks
