@@ -235,12 +235,12 @@ CALLS: Mapping[str, Call] = {
     "bias_gelu": Call("bias_gelu", _norm_inputs, _bias_gelu("none"), ("x", "bias"), ROWS, (4096, 16384)),
     "bias_gelu tanh": Call("bias_gelu", _norm_inputs, _bias_gelu("tanh"), ("x", "bias"), ((37, 101),), (4096, 16384)),
     "gelu": Call("bias_gelu", _norm_inputs, _bias_gelu("none", bias=False), ("x",), ((37, 101),), (4096, 16384)),
-    "softmax": Call("scaled_masked_softmax", _scores, _softmax(True, False), ("scores",), SCORES, (2, 8, 4096, 4096)),
+    "softmax": Call("scaled_masked_softmax", _scores, _softmax(True, False), ("scores",), SCORES, (1, 8, 1024, 4096)),
     "softmax masked": Call(
-        "scaled_masked_softmax", _scores, _softmax(False, True), ("scores",), SCORES, (2, 8, 4096, 4096)
+        "scaled_masked_softmax", _scores, _softmax(False, True), ("scores",), SCORES, (1, 8, 1024, 4096)
     ),
     "softmax both": Call(
-        "scaled_masked_softmax", _scores, _softmax(True, True), ("scores",), SCORES, (2, 8, 4096, 4096)
+        "scaled_masked_softmax", _scores, _softmax(True, True), ("scores",), SCORES, (1, 8, 1024, 4096)
     ),
     "dropout_add": Call("dropout_add", _dropout_inputs, _dropout_add, ("x", "residual"), HIDDEN, (2048, 2, 4096)),
     "dropout": Call("dropout_add", _dropout_inputs, _dropout, ("x",), HIDDEN, (2048, 2, 4096)),

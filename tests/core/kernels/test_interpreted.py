@@ -108,6 +108,24 @@ def test_a_rank_without_any_row_of_the_vocabulary():
     assert gradient(found.kept, numbers, numbers, numbers, local, torch.float32, backend="triton").shape == (5, 0)
 
 
+@pytest.mark.case(3)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_no_target_no_loss_and_no_gradient(inplace):
+    from gridtron.parallel.linear_loss import vocab_parallel_linear_cross_entropy
+    from gridtron.parallel.loss import vocab_parallel_cross_entropy
+
+    target = torch.full((4,), -100)
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        logits = torch.full((4, 7), bad).requires_grad_()
+        losses = vocab_parallel_cross_entropy(logits * 1, target, inplace=inplace, backend="triton")
+        (gradient,) = torch.autograd.grad(losses.sum(), logits)
+        assert torch.equal(losses, torch.zeros(4)) and torch.equal(gradient, torch.zeros(4, 7))
+        x, weight = torch.full((4, 3), bad).requires_grad_(), torch.randn(7, 3, requires_grad=True)
+        losses = vocab_parallel_linear_cross_entropy(x, weight, target, backend="triton")
+        (gradient,) = torch.autograd.grad(losses.sum(), x)
+        assert torch.equal(losses, torch.zeros(4)) and torch.equal(gradient, torch.zeros(4, 3))
+
+
 def test_a_row_of_minus_infinity_has_no_loss():
     from gridtron.parallel.loss import vocab_parallel_cross_entropy
 
