@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,13 +10,13 @@ from gridtron.core.kernels.backend import contiguous_like
 from gridtron.core.kernels.triton_kernels.launch import (
     flat_configurations,
     flat_grid,
+    partial_sums,
     processors,
     rows_of,
     ruled,
     tuned,
     wide_type,
 )
-from gridtron.core.precision import wide_dtype
 
 
 @triton.jit
@@ -111,7 +110,7 @@ def backward(gradient: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, for_b
     given, flat = rows_of(gradient), rows_of(x)
     rows, columns = flat.shape
     groups = max(1, min(processors(x), rows))
-    partial = torch.zeros((groups if for_bias else 0, columns), dtype=wide_dtype(x.dtype), device=x.device)
+    partial = partial_sums(x, groups, for_bias)
     if x.numel():
         _backward[lambda meta: (triton.cdiv(columns, meta["BLOCK"]), groups)](
             given, flat, flat if bias is None else bias.contiguous(), grad_x, partial,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gridtron.core.precision import wide_dtype
+
 
 def tuned(
     kernel: Any,
@@ -80,6 +82,12 @@ def rows_of(x: Tensor) -> Tensor:
     """(rows, columns) with neighbouring columns next to each other in memory; a copy only where they are not."""
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1]) if x.ndim else x.reshape(1, 1)
     return flat if flat.stride(-1) == 1 or flat.shape[-1] <= 1 else flat.contiguous()
+
+
+def partial_sums(x: Tensor, programs: int, needed: bool) -> Tensor:
+    """(programs, columns of x) in the wide dtype, a row of which each program writes; none where no sum is needed."""
+    make = torch.empty if x.numel() else torch.zeros
+    return make((programs if needed else 0, x.shape[-1]), dtype=wide_dtype(x.dtype), device=x.device)
 
 
 def processors(x: Tensor) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gridtron.core.kernels.backend import contiguous_like
-from gridtron.core.kernels.triton_kernels.launch import processors, row_rule, rows_of, ruled, wide_type
+from gridtron.core.kernels.triton_kernels.launch import partial_sums, processors, row_rule, rows_of, ruled, wide_type
 from gridtron.core.precision import wide_dtype
 
 
@@ -103,14 +102,12 @@ def backward(
     rows, columns = flat.shape
     grad_x = contiguous_like(x, for_x)
     programs = max(1, min(4 * processors(x), rows))
-    partial = torch.zeros((2, programs, columns), dtype=scale.dtype, device=x.device)
+    partial_weight, partial_bias = partial_sums(x, programs, for_weight), partial_sums(x, programs, for_bias)
     if x.numel():
         _backward[(programs,)](
-            given, flat, weight.contiguous(), mean, scale, grad_x, partial[0], partial[1],
+            given, flat, weight.contiguous(), mean, scale, grad_x, partial_weight, partial_bias,
             rows, columns, given.stride(0), flat.stride(0), FOR_X=for_x, FOR_WEIGHT=for_weight, FOR_BIAS=for_bias,
             COLUMNS=triton.next_power_of_2(columns), WIDE=wide_type(x.dtype),
         )  # fmt: skip
-    sums = partial.sum(1).to(weight.dtype)
-    none = x.new_empty(0)
-    # Copies, not views of one tensor: an operator's results must not share memory.
-    return grad_x, sums[0].clone() if for_weight else none, sums[1].clone() if for_bias else none.clone()
+    grad_weight = partial_weight.sum(0).to(weight.dtype) if for_weight else x.new_empty(0)
+    return grad_x, grad_weight, partial_bias.sum(0).to(weight.dtype) if for_bias else x.new_empty(0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gridtron.core.kernels.backend import contiguous_like
-from gridtron.core.kernels.triton_kernels.launch import processors, row_rule, rows_of, ruled, wide_type
+from gridtron.core.kernels.triton_kernels.launch import partial_sums, processors, row_rule, rows_of, ruled, wide_type
 from gridtron.core.precision import wide_dtype
 
 
@@ -81,7 +80,7 @@ def backward(
     rows, columns = flat.shape
     grad_x = contiguous_like(x, for_x)
     programs = max(1, min(4 * processors(x), rows))
-    partial = torch.zeros((programs if for_weight else 0, columns), dtype=scale.dtype, device=x.device)
+    partial = partial_sums(x, programs, for_weight)
     if x.numel():
         _backward[(programs,)](
             given, flat, weight.contiguous(), scale, grad_x, partial, rows, columns, given.stride(0), flat.stride(0),
