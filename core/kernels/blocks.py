@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _BYTES = 5 * 2**18
-"""Of a block of all tensors together: with what else is at hand it fits in the two MiB of a core's second-level cache."""
+"""Of a block of all tensors together: with what else is at hand it fits in a second-level cache of two MiB."""
 
 
 def row_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:

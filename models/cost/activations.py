@@ -288,8 +288,8 @@ def layer_working_bytes(micro: Microbatch, policy: str = "none", operations: Col
     """The most that a layer's backward pass holds beyond what its forward pass kept: what it recomputes, and gradients
     on their way, less what it has let go by then.
 
-    The heaviest of three moments: at the MLP's activation (gradients of its result and its operands), at the norms
-    (their wide intermediate values), at the attention core (gradients of its weights).
+    The heaviest of three moments: at the MLP's activation (gradients of its result and its operands), at the norms, at
+    the attention core (gradients of its weights). Norms and activations hold wide values of a block of rows alone.
     """
     config, share, w = micro.config, micro.share, micro.itemsize
     whole = layer_activations(micro)
@@ -299,11 +299,10 @@ def layer_working_bytes(micro: Microbatch, policy: str = "none", operations: Col
         rerun = sum(size - kept.get(name, 0) for name, size in whole.items())
     hidden = micro.tokens * share.ffn * w
     residual = micro.residual
-    wide = residual // w * micro.wide
-    # Four: gradients of the result, the gate and the up projection, and one product between them.
-    activation = rerun + (4 if config.activation == "swiglu" else 2) * hidden + residual - hidden
+    # Three: gradients of the result, the gate and the up projection.
+    activation = rerun + (3 if config.activation == "swiglu" else 2) * hidden + residual - hidden
     gone = hidden * (3 if config.activation == "swiglu" else 1 if config.activation == "relu" else 2) + residual
-    norm = rerun - gone + 2 * residual + 3 * wide
+    norm = rerun - gone + 2 * residual
     core = attention_core(micro)
     if policy == "selective":
         rerun += sum(core.values()) - sum(attention_core_inputs(micro).values())
