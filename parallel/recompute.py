@@ -76,7 +76,7 @@ def activation_checkpoint(function: Callable[..., Any], *args: Any, policy: str 
     import torch
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and policy == "full":
         # Masks belong to samples there (a SampleContext), and nothing is deferred: there is nothing to set back.
         return checkpoint(function, *args, use_reentrant=False)
 
