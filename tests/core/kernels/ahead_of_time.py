@@ -24,8 +24,9 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parent))
 from calls import CALLS, inputs_of, results
 
-# Block sizes of kernels that hold whole rows follow from their length.
+# Block sizes of kernels that sum over rows follow from their length.
 OTHER_WIDTHS = (96, 1000, 16384)
+RULED = ("rms_norm", "layer_norm", "bias_gelu", "scaled_masked_softmax", "cross_entropy")
 
 
 class Driver:
@@ -115,8 +116,8 @@ def main() -> None:
             call = CALLS[name]
             for dtype in dtypes:
                 now.update(call=name, capability=capability, dtype=str(dtype).removeprefix("torch."))
-                widths = (call.large[-1], *OTHER_WIDTHS) if extent == "all" else (call.large[-1],)
-                for width in widths:
+                further = extent == "all" and call.operation in RULED and dtype == torch.bfloat16
+                for width in (call.large[-1], *(OTHER_WIDTHS if further else ())):
                     now.update(width=width)
                     results(call, inputs_of(call, (*call.compiled[:-1], width), dtype), "triton")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gridtron.core.kernels.backend import MAXIMUM_COLUMNS
-from gridtron.core.kernels.config import operations
+from gridtron.core.kernels.config import AVAILABLE
 
 from .calls import CALLS
 
@@ -42,7 +42,7 @@ def check(rows, capabilities, spilled):
 def test_first_and_last_configuration_in_bf16():
     rows = compiled("80,90", "ends")
     check(rows, (80, 90), spilled=0)
-    assert {CALLS[row["call"]].operation for row in rows} == set(operations())
+    assert {CALLS[row["call"]].operation for row in rows} == set(AVAILABLE)
 
 
 @pytest.mark.slow
