@@ -64,6 +64,9 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
                                "gradient_accumulation_steps", "grad_acc", "grad_accumulation_steps"),
     "train.sequence_length": ("seq_len", "seq_length", "sequence_len", "seqlen", "max_seq_length", "max_length"),
     "train.seed": ("seed", "random_seed"),
+    "kernels.backend": ("kernel_backend", "use_triton", "use_apex", "use_liger_kernel", "fused_kernels",
+                        "attn_implementation", "apply_rope_fusion", "bias_activation_fusion"),
+    "kernels.chunked_loss": ("fused_linear_cross_entropy", "cross_entropy_loss_fusion", "chunked_cross_entropy"),
     "train.compile": ("compile", "torch_compile", "use_compile"),
     "optimizer.name": ("optim", "optimizer_type"),
     "optimizer.lr": ("lr", "learning_rate", "max_lr"),
@@ -104,7 +107,6 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 _NOT_BUILT: Mapping[str, str] = {
     "data.packing": "packing modes; samples run over the ends of documents",
     "logging.wandb": "Weights & Biases; a logger of your own comes in by plugins=",
-    "kernels": "a choice of kernels; all run in plain torch",
     "cluster": "descriptions of clusters",
 }
 

@@ -44,6 +44,7 @@ def memory_settings(plan: Plan, sizes: Mapping[str, int], precision: str) -> Mem
         precision=precision,
         optimizer=name,
         momentum=getattr(plan.optimizer, "momentum", 0.0),
+        chunked_loss=plan.kernels.chunked_loss,
     )
 
 

@@ -16,7 +16,9 @@ from gridtron.conf.recompute_rules import recompute_violations
 from gridtron.conf.schema import Plan
 from gridtron.conf.speed_rules import compile_violations, overlap_violations
 from gridtron.conf.values import Violation
+from gridtron.core.capabilities import Capabilities, find_libraries, usable_cores
 from gridtron.core.data.config import DataConfig
+from gridtron.core.kernels.config import AVAILABLE, kernels_fault
 from gridtron.core.layout import AXIS_NAMES, nearest_divisor, resolve_sizes
 from gridtron.core.precision import loss_scale_fault
 from gridtron.models.config import GPTConfig
@@ -61,6 +63,7 @@ class Surroundings:
         launched: processes that a launcher (torchrun, srun, mpirun) started; None where none did.
         cores: processor cores that this process may use.
         devices: CUDA devices that this process may use.
+        libraries: which kernels' libraries there are, and for what.
         compiler_fault: why torch.compile has nothing to compile with; None where it has.
         data_fault, folder_fault: see the functions of these names.
     """
@@ -69,19 +72,21 @@ class Surroundings:
     cores: int = 1
     devices: int = 0
     compiler_fault: str | None = None
+    libraries: Capabilities = field(default_factory=lambda: find_libraries(0, {}), repr=False)
     data_fault: Callable[[DataConfig], str | None] = field(default=data_fault, repr=False)
     folder_fault: Callable[[str], str | None] = field(default=folder_fault, repr=False)
 
     @staticmethod
     def here(environment: Mapping[str, str], launched: int | None = None) -> Surroundings:
         """This machine's; ``environment`` is ``os.environ`` at an entry point. Does not import torch."""
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         present = len(list(Path("/dev").glob("nvidia[0-9]*"))) if Path("/dev").is_dir() else 0
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             present = min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
-        return Surroundings(launched, cores, present, compiler_fault(present, environment))
+        libraries = find_libraries(present, environment)
+        return Surroundings(
+            launched, usable_cores(), present, compiler_fault(present, environment), libraries=libraries
+        )
 
 
 def needed_processes(plan: Plan, launched: int | None = None) -> int:
@@ -228,6 +233,11 @@ def compile_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
         yield from compile_violations(plan, sizes, _is_gpt(plan), around.compiler_fault)
 
 
+def kernels_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
+    if fault := kernels_fault(plan.kernels, around.libraries):
+        yield Violation(fault, {f"kernels.{name}" for name in ("backend", *AVAILABLE)})
+
+
 # ---------------------------------------------------------------- the pipeline
 def pipeline_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     sizes = sizes_of(plan, around)
@@ -332,6 +342,7 @@ RULES: tuple[Callable[[Plan, Surroundings], Iterable[Violation]], ...] = (
     sequence_rule,
     overlap_rule,
     compile_rule,
+    kernels_rule,
     pipeline_rule,
     recompute_rule,
     shard_rule,

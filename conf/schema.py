@@ -13,6 +13,7 @@ from gridtron.conf.refusal import Refusal
 from gridtron.conf.values import Violation, convert, describe_type
 from gridtron.core.checkpoint.config import CheckpointConfig
 from gridtron.core.data.config import DataConfig
+from gridtron.core.kernels.config import KernelsConfig
 from gridtron.core.launch import LaunchConfig
 from gridtron.core.layout import GridConfig
 from gridtron.core.optim.config import LRScheduleConfig, OptimizerConfig
@@ -55,6 +56,7 @@ class Plan:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     plugins: tuple[str, ...] = ()
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     loggers: Mapping[str, Any] = field(default_factory=dict)

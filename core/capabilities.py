@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,7 @@ class Capabilities:
         nccl: whether torch was built with NCCL.
         triton: version, or None.
         apex: "nvidia" (built from NVIDIA's source), "other" (PyPI's unrelated package of that name), or None.
+        triton_interpreted: Triton's kernels run in its interpreter, on the CPU (TRITON_INTERPRET=1): slow, for tests.
     """
 
     cpu_cores: int
@@ -43,24 +46,51 @@ class Capabilities:
     nccl: bool
     triton: str | None
     apex: str | None
+    triton_interpreted: bool = False
 
 
-def find_capabilities() -> Capabilities:
-    """Looks at this machine; imports neither Triton nor apex."""
-    import os
+def find_libraries(devices: int, environment: Mapping[str, str]) -> Capabilities:
+    """What of it can be told without torch: ``devices`` counted by the caller, and which libraries lie there."""
+    return Capabilities(
+        cpu_cores=usable_cores(),
+        cuda_devices=("CUDA",) * devices,
+        bf16=False,
+        nccl=False,
+        triton=_version("triton"),
+        apex=find_apex(),
+        triton_interpreted=_interpreted(environment),
+    )
 
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _interpreted(environment: Mapping[str, str]) -> bool:
+    return environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def find_capabilities(environment: Mapping[str, str] | None = None) -> Capabilities:
+    """Looks at this machine; imports neither Triton nor apex.
+
+    Args:
+        environment: ``os.environ`` of an entry point; None: nothing in it counts.
+    """
     import torch
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
     names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) if cuda else ()
     return Capabilities(
-        cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_cores=usable_cores(),
         cuda_devices=names,
         bf16=cuda and torch.cuda.is_bf16_supported(),
         nccl=dist.is_available() and dist.is_nccl_available(),
         triton=_version("triton"),
         apex=find_apex(),
+        triton_interpreted=_interpreted(environment or {}),
     )
 
 

@@ -10,7 +10,9 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gridtron.core.kernels.config import KernelsConfig
 from gridtron.core.kernels.rope import rope
+from gridtron.core.kernels.scaled_masked_softmax import scaled_masked_softmax
 from gridtron.core.random import random_key
 from gridtron.core.sharding import scaled
 from gridtron.models.config import GPTConfig
@@ -29,9 +31,18 @@ class Attention(nn.Module):
         seed: of the dropout.
         recompute_core: recompute the attention core in the backward pass.
         linear: options of every TensorParallelLinear (axis, sequence_parallel, device, dtype).
+        kernels: implementations of the local operations.
     """
 
-    def __init__(self, config: GPTConfig, name: str, seed: int, recompute_core: bool, linear: dict[str, Any]):
+    def __init__(
+        self,
+        config: GPTConfig,
+        name: str,
+        seed: int,
+        recompute_core: bool,
+        linear: dict[str, Any],
+        kernels: KernelsConfig,
+    ):
         super().__init__()
         self.width = config.head_size
         self.recompute_core = recompute_core
@@ -49,7 +60,9 @@ class Attention(nn.Module):
         self.out = TensorParallelLinear(query_size, hidden, partition="row", bias=config.bias, rows=query, **linear)
         # Of the activations' first two dimensions.
         self.order = "s b" if config.sequence_first(self.q.sequence_parallel) else "b s"
-        self.dropout = Dropout(config.attention_dropout, random_key(seed, "dropout", f"{name}.dropout"))
+        self.rope, self.softmax = kernels.of("rope"), kernels.of("scaled_masked_softmax")
+        key = random_key(seed, "dropout", f"{name}.dropout")
+        self.dropout = Dropout(config.attention_dropout, key, backend=kernels.of("dropout_add"))
         self.first_head = split.query[axis.rank][0][0] if split.query[axis.rank] else 0
         reads = split.key_value_of(axis.rank, group)
         # Equal groups in order are what SDPA's grouped attention does; any other pattern is picked by index.
@@ -67,7 +80,7 @@ class Attention(nn.Module):
         projected = column_linear(x, layers, self.q.axis, self.q.sequence_parallel, self.q.overlap)
         q, k, v = (rearrange(t, f"{self.order} (heads width) -> b heads s width", width=self.width) for t in projected)
         if tables is not None:
-            q, k = rope(q, *tables), rope(k, *tables)
+            q, k = rope(q, *tables, self.rope), rope(k, *tables, self.rope)
         policy = "full" if self.recompute_core and self.training else "none"
         mixed = activation_checkpoint(self.core, q, k, v, context, policy=policy)
         return self.out(rearrange(mixed, f"b heads s width -> {self.order} (heads width)"))
@@ -86,8 +99,5 @@ class Attention(nn.Module):
         if self.grouped:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        length = q.shape[-2]
-        scores = q @ k.transpose(-1, -2) * self.width**-0.5
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        weights = scaled_masked_softmax(q @ k.transpose(-1, -2), self.width**-0.5, backend=self.softmax)
         return self.dropout.attention(weights, self.first_head, context) @ v

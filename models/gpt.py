@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gridtron.core.grid import Axis
+from gridtron.core.kernels.config import KernelsConfig
 from gridtron.core.random import draw_key, normal_, random_key
 from gridtron.models.block import Block
 from gridtron.models.config import GPTConfig
@@ -28,6 +29,7 @@ from gridtron.parallel import (
     activation_checkpoint,
     sequence_parallel_region,
     vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
 )
 from gridtron.parallel.linear import column_linear
 from gridtron.parallel.operations import forward_sum, kept_operators
@@ -49,7 +51,7 @@ class Stage(nn.Module):
         self.first, self.last = first, last
         self.config, self.axis, self.sequence_parallel = gpt.config, gpt.axis, gpt.sequence_parallel
         self.sequence_first = gpt.config.sequence_first(gpt.sequence_parallel)
-        self.overlap = gpt.overlap
+        self.overlap, self.kernels = gpt.overlap, gpt.kernels
         operations = tuple(gpt.recompute.operations or ())
         # The attention core's own checkpoint is inside of the layer.
         outer: dict[str, str | tuple[str, ...]] = {"full": "full", "operations": operations}
@@ -81,13 +83,27 @@ class Stage(nn.Module):
             x = activation_checkpoint(block, x, tables, context, policy=policy if self.training else "none")
         if not self.last:
             return x
-        logits = self._logits(self.final_norm(x))
+        normed = self.final_norm(x)
         if targets is None:
-            return self._turned(logits)
-        losses = vocab_parallel_cross_entropy(
-            logits, self._turned(targets), self.axis, inplace=True, vocabulary=self.config.vocab_size
+            return self._turned(self._logits(normed))
+        return self._turned(self._losses(normed, self._turned(targets)))
+
+    def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        vocabulary = self.config.vocab_size
+        if self.kernels.chunked_loss:
+            return vocab_parallel_linear_cross_entropy(
+                x,
+                self.embedding.weight if self.config.tie_embeddings else self.head.weight,
+                targets,
+                self.axis,
+                sequence_parallel=self.sequence_parallel,
+                vocabulary=vocabulary,
+                backend=self.kernels.of("linear_cross_entropy"),
+            )
+        backend = self.kernels.of("cross_entropy")
+        return vocab_parallel_cross_entropy(
+            self._logits(x), targets, self.axis, inplace=True, vocabulary=vocabulary, backend=backend
         )
-        return self._turned(losses)
 
     def _turned(self, x: Tensor) -> Tensor:
         """(batch, sequence, ...) from or to the order of the activations."""
@@ -147,6 +163,7 @@ class GPT(nn.Module):
         sequence_length: that costs are balanced at; default: config.max_position_embeddings.
         seed: of weights and dropout; default: drawn from torch's default CPU generator.
         sequence_parallel: norms, dropout and residuals on shares of the sequence.
+        kernels: implementations of the local operations; default: the fastest that the device has.
         overlap: as TensorParallelLinear has it; "none" where ``recompute`` keeps operations of a list.
         recompute: what is recomputed in the backward pass, alike on every stage; not "auto".
         policies: of each layer of the whole model, "none", "selective" (the attention core), "operations" (those of
@@ -180,6 +197,7 @@ class GPT(nn.Module):
         seed: int | None = None,
         sequence_parallel: bool = False,
         overlap: str = "none",
+        kernels: KernelsConfig | None = None,
         recompute: RecomputeConfig | None = None,
         policies: Sequence[str] | None = None,
         device: Any = None,
@@ -200,6 +218,7 @@ class GPT(nn.Module):
         self.layer_ranges = layer_ranges(config, count, layers_per_stage, sequence_length)
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.recompute = recompute or RecomputeConfig()
+        self.kernels = kernels or KernelsConfig()
         self.policies = _policies(self.recompute, self.layer_ranges, policies)
         self.seed = draw_key() if seed is None else seed
         # Parts are made without memory: their own initial weights would be drawn only to be drawn over.
@@ -243,13 +262,15 @@ class GPT(nn.Module):
                 axis,
                 self.sequence_parallel,
                 batch_first=not config.sequence_first(self.sequence_parallel),
+                backend=self.kernels.of("dropout_add"),
             )
         core = {layer: self.policies[layer] == "selective" for layer in layers}
+        shared = (linear, self.kernels)
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, f"blocks.{layer}", self.seed, core[layer], linear) for layer in layers}
+            {str(layer): Block(config, f"blocks.{layer}", self.seed, core[layer], *shared) for layer in layers}
         )
         if last:
-            self.final_norm = build_norm(config, axis, self.sequence_parallel, device, dtype)
+            self.final_norm = build_norm(config, axis, self.sequence_parallel, device, dtype, self.kernels)
             if not config.tie_embeddings:
                 self.head = TensorParallelLinear(config.hidden_size, config.vocab_size, bias=False, **linear)
 

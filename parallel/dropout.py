@@ -10,7 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gridtron.core.grid import Axis
-from gridtron.core.random import counted_dropout, draw_key, keyed_dropout, signed
+from gridtron.core.kernels.backend import backend_of
+from gridtron.core.kernels.dropout_add import counted_dropout, dropout_add
+from gridtron.core.random import draw_key, keyed_dropout, signed
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Dropout(nn.Module):
         axis: the tensor axis, where the sequence is split over it (``sequence_parallel``).
         sequence_parallel: the first dimension is this rank's share of the sequence.
         batch_first: which of the two it is; sequence parallelism has the sequence first, and so it is by default.
+        backend: implementation: "triton", "torch" or "auto", which is Triton on CUDA; the masks are the same.
 
     Raises:
         ValueError: p outside [0, 1); batch_first where the first dimension is a share of the sequence.
@@ -48,6 +51,7 @@ class Dropout(nn.Module):
         axis: Any = None,
         sequence_parallel: bool = False,
         batch_first: bool = False,
+        backend: str = "auto",
     ):
         super().__init__()
         if not 0 <= p < 1:
@@ -60,24 +64,41 @@ class Dropout(nn.Module):
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         if batch_first and self.sequence_parallel:
             raise ValueError("batch_first=True with sequence_parallel: a share of the sequence is the first dimension")
-        self.batch_first = batch_first
+        self.batch_first, self.backend = batch_first, backend
         self.calls = 0
 
     def forward(
         self, x: Float[Tensor, "first second features"], context: SampleContext | None = None
     ) -> Float[Tensor, "first second features"]:
+        return self._drop(x, *self._places(x, context)) if self.training and self.p > 0 else x
+
+    def add(
+        self,
+        x: Float[Tensor, "first second features"],
+        residual: Float[Tensor, "first second features"],
+        context: SampleContext | None = None,
+    ) -> Float[Tensor, "first second features"]:
+        """``residual + self(x, context)``, in one pass where the implementation has one."""
         if not self.training or self.p == 0:
-            return x
+            return residual + x
+        if torch.compiler.is_compiling() or backend_of("dropout_add", self.backend, x) == "torch":
+            return residual + self(x, context)
+        return dropout_add(x, residual, self.p, signed(self.key), *self._places(x, context), self.backend)
+
+    def _places(
+        self, x: Float[Tensor, "first second features"], context: SampleContext | None
+    ) -> tuple[Tensor, int, list[int], list[int]]:
+        """(samples, their dimension, offsets, strides): where the elements of x lie in their samples."""
         sample_dim = 0 if self.batch_first else 1
         first = x.shape[0] * self.axis.rank if self.sequence_parallel else 0
         samples = self._samples(context, x.shape[sample_dim], x.device)
         strides = [0, x.shape[2], 1] if self.batch_first else [x.shape[2], 0, 1]
-        return self._drop(x, samples, sample_dim, [first, 0, 0], strides)
+        return samples, sample_dim, [first, 0, 0], strides
 
     def _drop(self, x: Tensor, samples: Tensor, sample_dim: int, offsets: list[int], strides: list[int]) -> Tensor:
         if torch.compiler.is_compiling():
             return keyed_dropout(x, self.p, self.key_tensor, samples, sample_dim, offsets, strides)
-        return counted_dropout(x, self.p, signed(self.key), samples, sample_dim, offsets, strides)
+        return counted_dropout(x, self.p, signed(self.key), samples, sample_dim, offsets, strides, self.backend)
 
     def _samples(self, context: SampleContext | None, batch: int, device: torch.device) -> Tensor:
         if context is not None:

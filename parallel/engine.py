@@ -49,7 +49,7 @@ class TrainingEngine:
         schedule: of the stages that ``model.stages`` holds on this rank; None: the model is whole here.
         loss_scaler: of a run in float16; None: losses are not scaled.
         grad_norms: norms of each "layer" or "parameter" are told with every step.
-        apex: NVIDIA's apex is here, for its fused optimizer.
+        adamw: implementation of AdamW (see Optimizer).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TrainingEngine:
         schedule: Schedule | None = None,
         loss_scaler: LossScaler | None = None,
         grad_norms: str | None = None,
-        apex: bool = False,
+        adamw: str = "auto",
     ):
         options = data_parallel or DataParallelConfig()
         self.grid = grid
@@ -91,7 +91,7 @@ class TrainingEngine:
         trained = [item for item in self.parameters if item.parameter.requires_grad]
         parts = {item.name: self.model.part(item.parameter) for item in trained}
         pieces = {name: self.pieces[name] for name in parts}
-        self.optimizer = Optimizer(parts, optimizer, build_optimizer, pieces, self.dtype, apex)
+        self.optimizer = Optimizer(parts, optimizer, build_optimizer, pieces, self.dtype, adamw)
         self.grad_clip = float(getattr(optimizer, "grad_clip", 0.0))
         self.scaler = loss_scaler
         self._grad_norms = grad_norms

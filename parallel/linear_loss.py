@@ -11,8 +11,9 @@ from torch import Tensor
 from gridtron.core.communication import all_gather, all_reduce, reduce_scatter
 from gridtron.core.grid import Axis
 from gridtron.core.kernels.backend import backend_of
+from gridtron.core.kernels.config import chunk_rows
 from gridtron.core.kernels.cross_entropy import IGNORED
-from gridtron.core.kernels.linear_cross_entropy import chunk_rows, chunked_gradients, chunked_statistics
+from gridtron.core.kernels.linear_cross_entropy import chunked_gradients, chunked_statistics
 from gridtron.parallel.loss import local_targets, reduce_statistics
 from gridtron.parallel.products import as_rows
 
@@ -80,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         share = weight.shape[0]
         local = local_targets(target, share, axis, ignore_index, vocabulary)
         rows = as_rows(all_gather(x, axis) if gathered else x)
-        ctx.chunk = chunk or chunk_rows(rows.shape[0], share, x.device)
+        ctx.chunk = chunk or chunk_rows(rows.shape[0], share, x.device.type)
         ctx.axis, ctx.gathered, ctx.backend = axis, gathered, backend
         found = chunked_statistics(rows, weight, local, ctx.chunk, backend)
         losses, factor = reduce_statistics(found, local, axis)

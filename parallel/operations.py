@@ -23,6 +23,7 @@ KEPT: Mapping[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_efficient_attention",
         "aten._scaled_dot_product_cudnn_attention",
         "aten.bmm",
+        "gridtron.scaled_masked_softmax",
         "aten._softmax",
         "aten._safe_softmax",
     ),

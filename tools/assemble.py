@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gridtron.conf.pipeline_rules import plan_schedule
 from gridtron.conf.schema import Plan
 from gridtron.core.errors import JobError
+from gridtron.core.kernels.config import AVAILABLE, KernelsConfig, resolve
 from gridtron.core.precision import LossScaler, parameter_dtype
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
         run_directory: unused by the parts themselves; plugins may want it.
     """
     from gridtron.conf.plugins import load_plugins
-    from gridtron.core.capabilities import find_apex, peak_flops
+    from gridtron.core.capabilities import peak_flops
     from gridtron.models.cost.flops import training_flops
     from gridtron.parallel.engine import TrainingEngine
 
@@ -65,7 +66,9 @@ def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
     policies = choose_policies(plan, grid)
     if policies is not None:
         facts["recompute"] = list(policies)
-    model = build_model(plan, grid, builders.get("model"), schedule, policies)
+    kernels = choose_kernels(plan, grid)
+    facts["kernels"] = {name: kernels.of(name) for name in AVAILABLE}
+    model = build_model(plan, grid, builders.get("model"), schedule, policies, kernels)
     engine = TrainingEngine(
         model,
         grid,
@@ -75,11 +78,19 @@ def assemble(plan: Plan, grid: Grid, run_directory: Any = None) -> Assembly:
         schedule=schedule,
         loss_scaler=LossScaler.of(plan.precision),
         grad_norms=plan.logging.grad_norms,
-        apex=find_apex() == "nvidia",
+        adamw=kernels.of("adamw"),
     )
     dtype = parameter_dtype(plan.precision.mode, grid.device)
     flops = float(training_flops(plan.model, plan.train.sequence_length)) if is_own_model(plan) else 0.0
     return Assembly(engine, training, evaluation, flops, peak_flops(grid.device, dtype), facts)
+
+
+def choose_kernels(plan: Plan, grid: Grid) -> KernelsConfig:
+    """The plan's choice of kernels with every operation's named, for this rank's device."""
+    from gridtron.core.capabilities import find_capabilities
+
+    found = find_capabilities(os.environ)
+    return resolve(plan.kernels, found if grid.device.type == "cuda" else replace(found, cuda_devices=()))
 
 
 def is_own_model(plan: Plan) -> bool:
@@ -135,11 +146,13 @@ def build_model(
     build: Callable[..., Any] | None = None,
     schedule: Schedule | None = None,
     policies: tuple[str, ...] | None = None,
+    kernels: KernelsConfig | None = None,
 ) -> nn.Module:
     """The model of a plan on this rank: this GPT, a plugin's, or the one that ``model.build`` names.
 
     A user's own model is made under the run's seed, so that every rank makes the same. ``schedule`` says which stages
-    of this GPT lie here, ``policies`` what is recomputed of each layer where the plan leaves it open.
+    of this GPT lie here, ``policies`` what is recomputed of each layer where the plan leaves it open,
+    ``kernels`` which implementations the local operations take.
     """
     import torch
 
@@ -166,6 +179,7 @@ def build_model(
         seed=plan.train.seed,
         sequence_parallel=plan.grid.sequence_parallel,
         overlap=plan.grid.overlap,
+        kernels=kernels,
         recompute=plan.recompute,
         policies=policies,
         device=grid.device,

@@ -60,6 +60,7 @@ def examine() -> dict[str, Any]:
 
     import gridtron
     from gridtron.core.capabilities import find_capabilities
+    from gridtron.core.kernels.config import AVAILABLE, KernelsConfig, choose
     from gridtron.core.launch import find_launcher
 
     def version(package: str) -> str | None:
@@ -68,7 +69,7 @@ def examine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    found = find_capabilities()
+    found = find_capabilities(os.environ)
     try:
         launcher = asdict(find_launcher(os.environ))
     except ValueError as fault:
@@ -82,6 +83,7 @@ def examine() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
         "launcher": launcher,
+        "kernels": {name: asdict(choose(KernelsConfig(), name, found)) for name in AVAILABLE},
     }
     findings["advice"] = _advice(findings)
     return findings
@@ -107,10 +109,13 @@ def _advice(findings: dict[str, Any]) -> list[str]:
         lines.append("CUDA without NCCL: several GPUs cannot talk; install a torch built with NCCL")
     if found["triton"] is None:
         lines.append("no Triton: optional, pip install 'gridtron[triton]'")
-    if found["apex"] == "other":
+    tried = "its adapters were tested on a stand-in with the signatures of its source, not on apex itself"
+    if found["apex"] == "nvidia":
+        lines.append(f"NVIDIA apex: {tried}")
+    elif found["apex"] == "other":
         lines.append("the apex that is installed is not NVIDIA's (PyPI's is another project): it is not used")
-    elif found["apex"] is None:
-        lines.append("no NVIDIA apex: optional, built from NVIDIA's source tree, never from PyPI")
+    else:
+        lines.append(f"no NVIDIA apex: optional, built from NVIDIA's source tree, never from PyPI; {tried}")
     return lines
 
 
@@ -135,7 +140,11 @@ def _show(findings: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
         table.add_row(name, str(value))
+    kernels = Table("operation", "kernel", "why", title="kernels under kernels.backend=auto", title_justify="left")
+    for name, choice in findings["kernels"].items():
+        kernels.add_row(name, choice["backend"], choice["reason"])
     console = Console()
     console.print(table)
+    console.print(kernels)
     for line in findings["advice"]:
         console.print(f"- {line}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gridtron.core.capabilities import Capabilities
 from gridtron.core.options import option
@@ -86,7 +87,7 @@ def choose(config: KernelsConfig, operation: str, found: Capabilities) -> Choice
         given = getattr(config, operation) or config.backend
         reason = f"{asked}={given}" + ("" if given == wanted else f", which has no {operation}")
         return Choice(wanted, reason, backend_fault(wanted, found))
-    skipped = []
+    skipped: list[tuple[str, str]] = []
     for name in AVAILABLE[operation]:
         fault = backend_fault(name, found)
         if name == "triton" and fault is None and found.triton_interpreted:
@@ -95,6 +96,25 @@ def choose(config: KernelsConfig, operation: str, found: Capabilities) -> Choice
             return Choice(name, "auto" + "".join(f"; no {other}: {why}" for other, why in skipped))
         skipped.append((name, fault))
     raise AssertionError(operation)
+
+
+def resolve(config: KernelsConfig, found: Capabilities) -> KernelsConfig:
+    """The same with every operation's implementation named, for parts that are made once and called often."""
+    chosen: dict[str, Any] = {name: choose(config, name, found).backend for name in AVAILABLE}
+    return replace(config, **chosen)
+
+
+def kernels_fault(config: KernelsConfig, found: Capabilities) -> str | None:
+    """Why what was asked for cannot run on a machine, with what can; None where it can."""
+    faults: dict[str, list[str]] = {}
+    for name in AVAILABLE:
+        choice = choose(config, name, found)
+        if choice.fault is not None:
+            option_name = f"kernels.{name}" if getattr(config, name) else "kernels.backend"
+            faults.setdefault(f"{option_name}={choice.backend}: {choice.fault}", []).append(option_name)
+    if not faults:
+        return None
+    return "; ".join(f"{fault}; nearest: {names[0]}=auto" for fault, names in faults.items())
 
 
 def backend_fault(backend: str, found: Capabilities) -> str | None:
@@ -113,6 +133,12 @@ def backend_fault(backend: str, found: Capabilities) -> str | None:
     return None if found.cuda_devices else "no CUDA device"
 
 
-def operations() -> tuple[str, ...]:
-    """Names of all operations, in the order of the options."""
-    return tuple(field.name for field in fields(KernelsConfig) if field.name in AVAILABLE)
+_NUMBERS_ON_CPU = 2**24
+_NUMBERS_ON_DEVICE = 2**27
+
+
+def chunk_rows(rows: int, share: int, device: str = "cuda") -> int:
+    """Rows whose logits linear_cross_entropy holds at once: 64 MiB of them in float32 on a CPU, and enough to fill any
+    other kind of device."""
+    numbers = _NUMBERS_ON_CPU if device == "cpu" else _NUMBERS_ON_DEVICE
+    return max(1, min(rows, numbers // max(1, share)))

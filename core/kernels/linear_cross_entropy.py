@@ -15,15 +15,6 @@ from gridtron.core.kernels.backend import backend_of
 from gridtron.core.kernels.cross_entropy import Statistics, exponents_of, gradient, statistics
 from gridtron.core.precision import wide_dtype
 
-_NUMBERS_ON_CPU = 2**24
-_NUMBERS_ON_DEVICE = 2**27
-
-
-def chunk_rows(rows: int, share: int, device: torch.device) -> int:
-    """Rows whose logits are held at once: 64 MiB of them in float32 on a CPU, enough to fill a device elsewhere."""
-    numbers = _NUMBERS_ON_CPU if device.type == "cpu" else _NUMBERS_ON_DEVICE
-    return max(1, min(rows, numbers // max(1, share)))
-
 
 def chunked_statistics(
     x: Float[Tensor, "rows features"],

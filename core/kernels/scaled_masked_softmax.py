@@ -45,8 +45,11 @@ def scaled_masked_softmax(
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, scale: float, causal: bool, mask: Tensor | None, backend: str) -> Tensor:
-        run = _forward if backend == "torch" else _forward_operator
-        weights = run(scores, scale, causal, mask)
+        if torch.compiler.is_compiling() and backend == "torch":
+            weights = _forward(scores, scale, causal, mask)
+        else:
+            # One operator for both: a selective checkpoint keeps its result by its name.
+            weights = _forward_operator(scores, scale, causal, mask, backend == "triton")
         ctx.save_for_backward(weights)
         ctx.scale, ctx.backend = scale, backend
         return weights
@@ -59,19 +62,29 @@ class _Softmax(torch.autograd.Function):
 
 
 def _forward(scores: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    dtype = wide_dtype(scores.dtype)
-    wide = scores.mul(scale) if scores.dtype == dtype else scores.to(dtype).mul_(scale)
     queries, keys = scores.shape[-2:]
     if causal:
         future = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
-        wide.masked_fill_(future, float("-inf"))
-        mask = future if mask is None and queries > keys else None if mask is None else mask | future
-    if mask is not None:
-        wide.masked_fill_(mask, float("-inf"))
-        # Softmax of a row that nothing is left of is 0 / 0.
-        wide.masked_fill_(mask.all(-1, keepdim=True), 0)
-    weights = torch.softmax(wide, -1).to(scores.dtype)
-    return weights if mask is None else weights.masked_fill_(mask.all(-1, keepdim=True), 0)
+        mask = future if mask is None else mask | future
+    # Under the causal mask alone every query sees a key, where there are no fewer keys.
+    empty_rows = mask is not future if causal else mask is not None
+    empty_rows = empty_rows or queries > keys
+    weights = contiguous_like(scores)
+    masks = None if mask is None or mask.ndim <= 2 else mask.expand(scores.shape).flatten(0, -3)
+    tensors = [scores.flatten(0, -3), weights.flatten(0, -3), *([] if masks is None else [masks])]
+    for values, out, *own in row_blocks(*tensors):
+        wide = values.mul(scale) if values.dtype == wide_dtype(values.dtype) else values.to(torch.float32).mul_(scale)
+        hidden = own[0] if own else mask
+        if hidden is not None:
+            wide.masked_fill_(hidden, float("-inf"))
+        if out.dtype == wide.dtype:
+            torch.softmax(wide, -1, out=out)
+        else:
+            out.copy_(torch.softmax(wide, -1))
+        if hidden is not None and empty_rows:
+            # Softmax of a row that nothing is left of is 0 / 0.
+            out.masked_fill_(hidden.all(-1, keepdim=True), 0)
+    return weights
 
 
 def _backward(gradient: Tensor, weights: Tensor, scale: float) -> Tensor:
@@ -79,18 +92,27 @@ def _backward(gradient: Tensor, weights: Tensor, scale: float) -> Tensor:
     grad = contiguous_like(weights)
     for given, own, out in row_blocks(as_rows(gradient), as_rows(weights), as_rows(grad)):
         own = own.to(wide)
-        product = own * given
+        product = torch.mul(own, given, out=out) if out.dtype == wide else own * given
         mean = product.sum(-1, keepdim=True)
-        out.copy_(product.addcmul_(own, mean, value=-1).mul_(scale))
+        product.addcmul_(own, mean, value=-1).mul_(scale)
+        if product is not out:
+            out.copy_(product)
     return grad
 
 
 # ---------------------------------------------------------------- Triton
+_launch_forward = launcher("scaled_masked_softmax", "forward")
+
+
+def _run_forward(scores: Tensor, scale: float, causal: bool, mask: Tensor | None, triton: bool) -> Tensor:
+    return (_launch_forward if triton else _forward)(scores, scale, causal, mask)
+
+
 _forward_operator = register(
     "scaled_masked_softmax",
-    "(Tensor scores, float scale, bool causal, Tensor? mask) -> Tensor",
-    launcher("scaled_masked_softmax", "forward"),
-    lambda scores, scale, causal, mask: contiguous_like(scores),
+    "(Tensor scores, float scale, bool causal, Tensor? mask, bool triton) -> Tensor",
+    _run_forward,
+    lambda scores, scale, causal, mask, triton: contiguous_like(scores),
 )
 _backward_operator = register(
     "scaled_masked_softmax_backward",

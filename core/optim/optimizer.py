@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gridtron.core.errors import JobError
+from gridtron.core.kernels.adamw import TritonAdamW
+from gridtron.core.kernels.backend import backend_of
 from gridtron.core.optim.apex import ApexAdamW
 from gridtron.core.optim.config import OptimizerConfig
 from gridtron.core.optim.muon import Muon
@@ -40,7 +42,8 @@ class Optimizer:
             on copies, where its states must be known before its first step.
         pieces: where each of ``parameters`` lies in the whole; None: each is whole, and none a hidden matrix.
         model_dtype: of the model's weights, where ``parameters`` are kept wider (ZeRO-3); None: theirs.
-        apex: AdamW is NVIDIA apex's where it can be (:class:`ApexAdamW`).
+        adamw: implementation of AdamW: "torch"; "apex", where main weights are float32 on CUDA; "triton"; "auto",
+            which is Triton on CUDA where it is installed.
 
     Raises:
         JobError: ``build`` gives an optimizer that looks at whole tensors, and a data rank holds only a part of them.
@@ -53,7 +56,7 @@ class Optimizer:
         build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
         pieces: Mapping[str, Piece] | None = None,
         model_dtype: torch.dtype | None = None,
-        apex: bool = False,
+        adamw: str = "torch",
     ):
         self.parameters = dict(parameters)
         self.pieces = dict(pieces or {name: Piece(Sharding.whole(p.shape)) for name, p in self.parameters.items()})
@@ -65,12 +68,13 @@ class Optimizer:
         self._build = build
         self._groups = self._decay_groups(self.main, float(getattr(config, "weight_decay", 0.0)))
         self.inner: torch.optim.Optimizer | Muon | None = None
+        self._written: set[str] = set()
         self._waiting: dict[str, dict[str, Any]] = {}
         self._numbers: dict[tuple[str, str], Tensor] = {}
         self._stateless: set[str] = set()
         if build is None:
             if self.main:
-                self.inner = self._build_own(config, model_dtype, apex)
+                self.inner = self._build_own(config, model_dtype, adamw)
             self.make_states()
         elif self._groups:
             self.inner = build(self._groups)
@@ -85,10 +89,10 @@ class Optimizer:
         return [{"params": groups[decay], "weight_decay": decay} for decay in sorted(groups, reverse=True)]
 
     def _build_own(
-        self, config: OptimizerConfig, model_dtype: torch.dtype | None, apex: bool
+        self, config: OptimizerConfig, model_dtype: torch.dtype | None, adamw: str
     ) -> torch.optim.Optimizer | Muon:
         if config.name == "adamw":
-            return _adamw(self._groups, config, apex)
+            return self._adamw(self._groups, config, adamw)
         if config.name == "sgd":
             return torch.optim.SGD(self._groups, lr=config.lr, momentum=config.momentum)
         assert config.name == "muon", config.name
@@ -108,7 +112,22 @@ class Optimizer:
                 "dtype": torch.bfloat16 if fast else None,
             }
         pieces: dict[Tensor, Piece] = {self.main[name]: self.pieces[name] for name in matrices}
-        return Muon(group, pieces, _adamw(rest, config, apex) if rest else None)
+        return Muon(group, pieces, self._adamw(rest, config, adamw) if rest else None)
+
+    def _adamw(self, groups: list[dict[str, Any]], config: OptimizerConfig, backend: str) -> torch.optim.Optimizer:
+        constants: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        mains = {main for group in groups for main in group["params"]}
+        backend = backend_of("adamw", backend, next(iter(mains)))
+        if backend == "apex" and all(main.is_cuda and main.dtype == torch.float32 for main in mains):
+            return ApexAdamW(groups, **constants)
+        if backend != "triton":
+            return torch.optim.AdamW(groups, **constants, fused=True)
+        copies: dict[Tensor, Tensor] = {}
+        for name, main in self.main.items():
+            if main in mains and main is not self.parameters[name]:
+                copies[main] = self.parameters[name]
+                self._written.add(name)
+        return TritonAdamW(groups, **constants, copies=copies)
 
     # ---------------------------------------------------------------- a step
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
@@ -125,7 +144,7 @@ class Optimizer:
             for name, parameter in self.parameters.items():
                 main = self.main[name]
                 main.grad = None
-                if main is not parameter:
+                if main is not parameter and name not in self._written:
                     parameter.copy_(main)
         self.note_weights()
 
@@ -252,13 +271,6 @@ def _check_elementwise(inner: torch.optim.Optimizer, pieces: Mapping[str, Piece]
 def is_matrix(piece: Piece) -> bool:
     """Whether Muon treats a parameter as a matrix; the rest it leaves to AdamW."""
     return piece.matrix and len(piece.sharding.shape) == 2
-
-
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, apex: bool) -> torch.optim.Optimizer:
-    constants: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if apex and all(main.is_cuda and main.dtype == torch.float32 for group in groups for main in group["params"]):
-        return ApexAdamW(groups, **constants)
-    return torch.optim.AdamW(groups, **constants, fused=True)
 
 
 def _fresh_state(main: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from gridtron.core.kernels.config import chunk_rows
 from gridtron.core.sharding import even_ranges
 from gridtron.models.config import GPTConfig
 from gridtron.models.heads import HeadSplit
@@ -72,6 +73,7 @@ class Microbatch:
         attention: "flash" (keeps its operands, its result and a number a row) or "unfused" (the weights too). A model
             with attention dropout is unfused whatever is said here.
         dropout_mask: "recomputed" or "stored" (one byte an element).
+        chunked_loss: the logits exist a chunk of tokens at a time.
     """
 
     config: GPTConfig
@@ -83,6 +85,7 @@ class Microbatch:
     itemsize: int = 2
     attention: str = "flash"
     dropout_mask: str = "recomputed"
+    chunked_loss: bool = False
 
     @property
     def tokens(self) -> int:
@@ -175,7 +178,10 @@ def _kept_results(micro: Microbatch, operations: Collection[str]) -> dict[str, i
         return kept
     if "aten.bmm" in names:
         kept |= {"attention scores": square, "attention result": mixed}
-    weights = "aten._softmax" in names, "gridtron.counted_dropout" in names and config.attention_dropout > 0
+    weights = (
+        "gridtron.scaled_masked_softmax" in names,
+        "gridtron.counted_dropout" in names and config.attention_dropout > 0,
+    )
     return kept | {"attention weights": square * sum(weights)}
 
 
@@ -238,9 +244,9 @@ def stage_outputs(micro: Microbatch) -> dict[str, int]:
         "final norm input": micro.residual,
         "final norm": micro.residual,
         "norm statistics": norm_statistics(micro),
-        "exponents": micro.tokens * micro.share.vocabulary * micro.wide,
-        # A reciprocal, an index and two flags a token.
-        "loss statistics": micro.tokens * (micro.wide + 8 + 2),
+        "exponents": 0 if micro.chunked_loss else micro.tokens * micro.share.vocabulary * micro.wide,
+        # A maximum, a factor and an index a token.
+        "loss statistics": micro.tokens * (2 * micro.wide + 8),
     }
 
 
@@ -280,7 +286,11 @@ def deferred_bytes(micro: Microbatch, layers: int) -> int:
 def loss_working_bytes(micro: Microbatch) -> int:
     """What the backward pass of the loss holds beside its exponents: the wide gradient of the logits, and where they
     are narrow that in their format too: s b v (W + w)."""
-    logits = micro.tokens * micro.share.vocabulary
+    vocabulary = micro.share.vocabulary
+    if micro.chunked_loss:
+        chunk = chunk_rows(micro.tokens, vocabulary) * vocabulary
+        return chunk * (micro.itemsize + (micro.wide if micro.itemsize < micro.wide else 0))
+    logits = micro.tokens * vocabulary
     return logits * micro.wide + (logits * micro.itemsize if micro.itemsize < micro.wide else 0)
 
 
@@ -309,8 +319,6 @@ def layer_working_bytes(micro: Microbatch, policy: str = "none", operations: Col
     # One more: the gradient of the weights; those from before dropout are let go as it is made.
     square = share.heads * micro.length * micro.tokens * w if micro.unfused else 0
     operands = core["q, k and v"]
-    if policy == "operations" and kept.get("attention weights") == square > 0:
-        square *= 2  # scores and weights are made anew beside the result of dropout
     attention = rerun - gone + max(operands, square)
     if config.parallel_residual:
         # The gradient of the sum waits beside that of the layer's input, which the MLP's norm does not let go.

@@ -53,7 +53,7 @@ class MemorySettings:
         precision: "fp32", "bf16", "fp16" or "fp64".
         optimizer: "adamw", "sgd" or "muon".
         momentum: of SGD and Muon; 0: no state.
-        attention, dropout_mask: see Microbatch.
+        attention, dropout_mask, chunked_loss: see Microbatch.
 
     Raises:
         ValueError: every value that is none of its choices, or that does not fit another.
@@ -79,6 +79,7 @@ class MemorySettings:
     momentum: float = 0.0
     attention: str = "flash"
     dropout_mask: str = "recomputed"
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         known = {
@@ -160,6 +161,7 @@ class MemorySettings:
             self.itemsize,
             self.attention,
             self.dropout_mask,
+            self.chunked_loss,
         )
 
 

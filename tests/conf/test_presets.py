@@ -9,6 +9,7 @@ import pytest
 from gridtron.conf.compose import compose
 from gridtron.conf.files import PACKAGE, ConfigFiles
 from gridtron.conf.rules import Surroundings
+from gridtron.core.capabilities import Capabilities
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "param_counts.csv"
 NAMES = {
@@ -27,7 +28,8 @@ NAMES = {
     "GPT-3 Small": ["gpt3_small"],
     "GPT-3 175B": ["gpt3_175b"],
 }
-ROOMY = Surroundings(cores=10**6, data_fault=lambda config: None, folder_fault=lambda folder: None)
+LIBRARIES = Capabilities(1, ("a device",), True, True, "3.7.1", "nvidia")
+ROOMY = Surroundings(cores=10**6, data_fault=lambda config: None, folder_fault=lambda folder: None, libraries=LIBRARIES)
 
 
 @functools.cache

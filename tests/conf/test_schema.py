@@ -33,6 +33,9 @@ checkpoint.every checkpoint.resume checkpoint.init_from checkpoint.asynchronous 
 checkpoint.keep_every checkpoint.keep_best checkpoint.keep_metric checkpoint.strict checkpoint.allow_changes
 logging.every logging.tensorboard logging.grad_norms logging.trace logging.profile
 launch.processes launch.preempted_exit
+kernels.backend kernels.rms_norm kernels.layer_norm kernels.rope kernels.swiglu kernels.bias_gelu
+kernels.scaled_masked_softmax kernels.cross_entropy kernels.linear_cross_entropy kernels.dropout_add kernels.adamw
+kernels.chunked_loss
 plugins
 """
 

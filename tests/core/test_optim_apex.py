@@ -95,7 +95,7 @@ def compare(ours: Optimizer, theirs: Optimizer) -> None:
 
 
 def test_it_updates_as_torchs_with_the_same_states() -> None:
-    ours, theirs = Optimizer(parameters(), CONFIG, apex=True), Optimizer(parameters(nn.Parameter), CONFIG)
+    ours, theirs = Optimizer(parameters(), CONFIG, adamw="apex"), Optimizer(parameters(nn.Parameter), CONFIG)
     assert isinstance(ours.inner, ApexAdamW) and isinstance(theirs.inner, torch.optim.AdamW)
     run(ours, range(7))
     run(theirs, range(7))
@@ -105,8 +105,8 @@ def test_it_updates_as_torchs_with_the_same_states() -> None:
 
 @pytest.mark.parametrize("apex_first", [True, False])
 def test_a_checkpoint_is_the_same_with_apex_and_without(apex_first: bool) -> None:
-    first = Optimizer(parameters(OnCuda if apex_first else nn.Parameter), CONFIG, apex=apex_first)
-    second = Optimizer(parameters(nn.Parameter if apex_first else OnCuda), CONFIG, apex=not apex_first)
+    kinds = [(OnCuda, "apex"), (nn.Parameter, "torch")]
+    first, second = (Optimizer(parameters(kind), CONFIG, adamw=how) for kind, how in kinds[:: 1 if apex_first else -1])
     run(first, range(4))
     states = first.states()
     for name, state in second.states().items():
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_the_same_with_apex_and_without(apex_first: bool) -> Non
 
 
 def test_muon_leaves_the_rest_to_it() -> None:
-    optimizer = Optimizer(parameters(), OptimizerConfig("muon"), apex=True)
+    optimizer = Optimizer(parameters(), OptimizerConfig("muon"), adamw="apex")
     assert optimizer.inner is not None and isinstance(getattr(optimizer.inner, "others", None), ApexAdamW)
     run(optimizer, range(2))
     theirs = Optimizer(parameters(nn.Parameter), OptimizerConfig("muon"))
@@ -135,7 +135,7 @@ def test_it_is_used_for_float32_on_cuda_alone(kind: str) -> None:
         if kind == "cpu"
         else OnCuda(torch.ones(3).double() if kind == "double" else torch.ones(3))
     )
-    optimizer = Optimizer({"w": made}, OptimizerConfig("sgd" if kind == "sgd" else "adamw"), apex=True)
+    optimizer = Optimizer({"w": made}, OptimizerConfig("sgd" if kind == "sgd" else "adamw"), adamw="apex")
     assert type(optimizer.inner).__module__.startswith("torch.optim")
 
 
@@ -149,6 +149,6 @@ def test_only_arguments_that_every_version_has_are_given() -> None:
             super().__init__(params, **options)
 
     sys.modules["apex.optimizers"].FusedAdam = Recording  # type: ignore[attr-defined]
-    Optimizer(parameters(), CONFIG, apex=True)
+    Optimizer(parameters(), CONFIG, adamw="apex")
     names = list(inspect.signature(FusedAdam).parameters)
     assert set(seen) <= set(names[: names.index("set_grad_none")])

@@ -36,9 +36,9 @@ def _arguments():
         "bias_gelu": [(x, bias, True), (x, None, False)],
         "bias_gelu_backward": [(x, x, bias, True, True), (x, x, None, False, False)],
         "scaled_masked_softmax": [
-            (scores, 0.3, True, None),
-            (scores.transpose(0, 1), 0.3, False, None),
-            (scores, 0.3, True, mask),
+            (scores, 0.3, True, None, True),
+            (scores.transpose(0, 1), 0.3, False, None, False),
+            (scores, 0.3, True, mask, True),
         ],
         "scaled_masked_softmax_backward": [(scores, scores.softmax(-1), 0.3)],
         "dropout_add": [(x, x, *place), (x, None, *place)],
