@@ -49,6 +49,13 @@ def compile_violations(
             "torch.compile of its layers in its builder",
             {"train.compile", "model.build"},
         )
+    apex = [name for name in ("rms_norm", "layer_norm", "scaled_masked_softmax") if plan.kernels.of(name) == "apex"]
+    if apex:
+        yield Violation(
+            f"train.compile=true: apex's {', '.join(apex)} cannot be trusted to become part of a graph; nearest: "
+            f"{', '.join(f'kernels.{name}=auto' for name in apex)}",
+            {"train.compile", "kernels.backend", *(f"kernels.{name}" for name in apex)},
+        )
     recompute = plan.recompute
     if recompute.operations is not None and recompute.mode == "selective":
         yield Violation(
@@ -63,14 +70,18 @@ def compile_violations(
             {"train.compile", "recompute.mode"},
         )
     if sizes["pipeline"] > 1:
-        try:
-            schedule = plan_schedule(plan, sizes["pipeline"], sizes["data"] * sizes["context"])
-        except ValueError:
-            return  # the pipeline's rule tells it
-        if schedule.splits_backward:
-            yield Violation(
-                f"pipeline.schedule={plan.pipeline.schedule} with train.compile=true: a compiled layer's weight "
-                "gradients come with its input's, so that a schedule that splits them gains nothing; nearest: "
-                "pipeline.schedule=1f1b, or train.compile=false",
-                {"train.compile", "pipeline.schedule"},
-            )
+        yield from _split_violations(plan, sizes)
+
+
+def _split_violations(plan: Plan, sizes: Mapping[str, int]) -> Iterator[Violation]:
+    try:
+        schedule = plan_schedule(plan, sizes["pipeline"], sizes["data"] * sizes["context"])
+    except ValueError:
+        return  # the pipeline's rule tells it
+    if schedule.splits_backward:
+        yield Violation(
+            f"pipeline.schedule={plan.pipeline.schedule} with train.compile=true: a compiled layer's weight gradients "
+            "come with its input's, so that a schedule that splits them gains nothing; nearest: "
+            "pipeline.schedule=1f1b, or train.compile=false",
+            {"train.compile", "pipeline.schedule"},
+        )

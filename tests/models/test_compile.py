@@ -13,6 +13,7 @@ from ranks import run_ranks
 from gridtron.conf.compose import Refusal, compose
 from gridtron.conf.rules import Surroundings, compiler_fault
 from gridtron.core import Grid, Ledger
+from gridtron.core.capabilities import Capabilities
 from gridtron.models import GPT
 from gridtron.models.compiled import compile_layers
 from gridtron.parallel import SampleContext, full_state_dict
@@ -141,7 +142,8 @@ def test_a_list_of_operations_is_refused():
 
 
 # ---------------------------------------------------------------- what is refused
-AROUND = Surroundings(cores=64, data_fault=lambda config: None, folder_fault=lambda folder: None)
+LIBRARIES = Capabilities(2, ("a device",), bf16=True, nccl=True, triton=None, apex="nvidia")
+AROUND = Surroundings(cores=64, data_fault=lambda config: None, folder_fault=lambda folder: None, libraries=LIBRARIES)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,10 @@ AROUND = Surroundings(cores=64, data_fault=lambda config: None, folder_fault=lam
         (["grid.pipeline=2", "pipeline=zb_v", "model.num_layers=4"], r"gains nothing; nearest: pipeline.schedule=1f1b"),
         (["recompute=selective", "recompute.operations=[attention]"], r"\[attention\] with train.compile=true: a comp"),
         (["recompute=auto", "recompute.budget_bytes=64e9"], r"nearest: recompute.mode=selective"),
+        (
+            ["kernels.backend=apex"],
+            r"rms_norm, layer_norm, scaled_masked_softmax cannot be trusted.*kernels.rms_norm=auto",
+        ),
         (["model.build=torch.nn:Identity"], r"layers of a model of your own"),
     ],
 )
