@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gridtron.conf.names import nearest_choice
 from gridtron.conf.refusal import Refusal
@@ -26,6 +27,7 @@ class BenchOptions:
     microbatches: int = option(8, "of the pipeline part; they divide the batch of 8", minimum=1)
     peers: str = option(".peers", "folder of the peers' packages, made by `make peers`", path=True)
     out: str | None = option(None, "JSON file for the figures", path=True)
+    chart: str | None = option(None, "step: picture of the ratios (.svg, .png or .pdf)", path=True)
 
     @property
     def shapes(self) -> tuple[str, ...]:
@@ -38,9 +40,11 @@ def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
     from gridtron.tools.bench.data_parallel import run as data_parallel
     from gridtron.tools.bench.pipeline import run as pipeline
     from gridtron.tools.bench.start import run as start
+    from gridtron.tools.bench.step import run as step
     from gridtron.tools.bench.tensor_parallel import run as tensor_parallel
 
     return {
+        "step": step,
         "tensor_parallel": tensor_parallel,
         "pipeline": pipeline,
         "data_parallel": data_parallel,
@@ -62,9 +66,29 @@ def main(arguments: Sequence[str]) -> int:
             wrong = words[0] if words[0] not in known else words[1]
             raise Refusal([f"bench {wrong}: {nearest_choice(wrong, list(known))}"])
         options = parse_options(parsed.overrides)
+        _check_files(words[0], options)
     except Refusal as refusal:
         return print_refusal(refusal)
     return known[words[0]](options)
+
+
+def _check_files(name: str, options: BenchOptions) -> None:
+    """What could not be written in the end is refused before anything is measured.
+
+    Raises:
+        Refusal: with every fault.
+    """
+    faults = []
+    if options.out is not None and not (folder := Path(options.out).expanduser().absolute().parent).is_dir():
+        faults.append(f"out={options.out}: there is no folder {folder}; make it, or give another file")
+    if options.chart is not None:
+        from gridtron.tools.bench.chart import check_chart
+
+        fault = check_chart(options.chart) if name == "step" else "only bench step draws a chart; leave it out"
+        if fault is not None:
+            faults.append(f"chart={options.chart}: {fault}")
+    if faults:
+        raise Refusal(faults)
 
 
 def parse_options(overrides: Sequence[str]) -> BenchOptions:

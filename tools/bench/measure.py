@@ -17,11 +17,13 @@ class Contender:
         name: as the table shows it.
         step: step(i) -> loss; the same tokens for the same i, whoever runs it.
         share: the loss on every rank from what step gave on each; outside the timed part.
+        trains: it has a loss, which must be the others'.
     """
 
     name: str
     step: Callable[[int], float]
     share: Callable[[float], float] = float
+    trains: bool = True
 
 
 @dataclass(frozen=True)

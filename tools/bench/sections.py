@@ -19,7 +19,7 @@ from gridtron.tools.bench.memory import measure_memory
 if TYPE_CHECKING:
     from gridtron.core.grid import Grid
     from gridtron.tools.bench.cli import BenchOptions
-    from gridtron.tools.bench.measure import Contender
+    from gridtron.tools.bench.measure import Contender, Ratio
     from gridtron.tools.bench.plain import Shape
 
 PEER_PACKAGES = {"Megatron-core": "megatron.core", "Hugging Face": "transformers"}
@@ -40,6 +40,7 @@ class Section:
         axis: the axis of the grid that takes all ranks.
         settings: handed to ``makers``.
         memory: measure the peak memory of each as well.
+        bounds: contender -> the largest ratio to it that is allowed.
     """
 
     title: str
@@ -49,12 +50,18 @@ class Section:
     axis: str = "tensor"
     settings: Mapping[str, Any] = field(default_factory=dict)
     memory: bool = False
+    bounds: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_sections(
-    options: BenchOptions, sections: Sequence[Section], peers: Sequence[str], more: Mapping[str, Any] | None = None
+    options: BenchOptions,
+    sections: Sequence[Section],
+    peers: Sequence[str],
+    more: Mapping[str, Any] | None = None,
+    finish: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> int:
-    """Runs the sections, prints the tables, writes ``options.out`` with ``more``; the first failing exit code."""
+    """Runs the sections, prints the tables, writes ``options.out`` with ``more``, hands all of it to ``finish``; the
+    first failing exit code."""
     missing = [name for name in peers if not found(name, options.peers)]
     for name in missing:
         print(f"missing: {name} (make peers installs it); the others run without it")
@@ -71,9 +78,11 @@ def run_sections(
             if code:
                 return code
         _show(records[-1])
+    figures = {"environment": describe_environment(), "missing": missing, "sections": records, **(more or {})}
     if options.out:
-        figures = {"environment": describe_environment(), "missing": missing, "sections": records, **(more or {})}
         Path(options.out).expanduser().write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if finish is not None:
+        finish(figures)
     return 0
 
 
@@ -112,6 +121,7 @@ def _run_section(launcher: Launcher, section: Section, pairs: int, warmup: int, 
             seconds, losses = alternate(contenders, pairs, warmup, lambda: barrier(grid.axis(section.axis)), advance)
         if grid.rank == 0:
             ratios = [compare(seconds, contenders[0].name, peer.name) for peer in contenders[1:]]
+            losses = {contender.name: losses[contender.name] for contender in contenders if contender.trains}
             record = {
                 "title": section.title,
                 "shape": asdict(shape),
@@ -119,9 +129,15 @@ def _run_section(launcher: Launcher, section: Section, pairs: int, warmup: int, 
                 "seconds": seconds,
                 "losses": {name: [values[0], values[-1]] for name, values in losses.items()},
                 "equal_losses": _equal(losses),
-                "ratios": [asdict(ratio) for ratio in ratios],
+                "ratios": [asdict(ratio) | held_against(ratio, section.bounds) for ratio in ratios],
             }
             Path(result).write_text(json.dumps(record), encoding="utf-8")
+
+
+def held_against(ratio: Ratio, bounds: Mapping[str, float]) -> dict[str, Any]:
+    """A ratio's bound, and whether it holds; nothing where there is none."""
+    bound = bounds.get(ratio.peer)
+    return {} if bound is None else {"bound": bound, "holds": ratio.holds(bound)}
 
 
 def _equal(losses: dict[str, list[float]]) -> bool:
@@ -158,15 +174,20 @@ def _show(record: dict[str, Any]) -> None:
 
     table = Table(title=record["title"], title_justify="left")
     memory = record.get("memory_bytes", {})
+    bounded = any("bound" in ratio for ratio in record["ratios"])
     columns = ["", "seconds a step", "first loss", "last loss", "gridtron / it", "95% interval"]
+    columns += ["bound"] if bounded else []
     for column in [*columns, *(["peak MB a rank"] if memory else [])]:
         table.add_column(column, justify="left" if not column else "right")
     ratios = {ratio["peer"]: ratio for ratio in record["ratios"]}
     for name, seconds in record["seconds"].items():
-        first, last = record["losses"][name]
-        cells = [name, f"{statistics.median(seconds):.3f}", f"{first:.4f}", f"{last:.4f}"]
+        cells = [name, f"{statistics.median(seconds):.3f}"]
+        cells += [f"{loss:.4f}" for loss in record["losses"].get(name, ())] or ["", ""]
         ratio = ratios.get(name)
         cells += [f"{ratio['median']:.3f}", f"{ratio['low']:.3f} to {ratio['high']:.3f}"] if ratio else ["", ""]
+        if bounded:
+            held = f"{ratio['bound']:g} {'holds' if ratio['holds'] else 'missed'}" if ratio and "bound" in ratio else ""
+            cells.append(held)
         table.add_row(*cells, *([f"{memory[name] / 2**20:.0f}"] if memory else []))
     console = Console()
     if not console.is_terminal:

@@ -38,6 +38,6 @@ def makers(shape: Shape, grid: Grid, peers: str, settings: Mapping[str, Any]) ->
             made.append(lambda: contenders.huggingface(shape))
     else:
         made.append(lambda: contenders.dtensor(shape, sequence_parallel))
-    if found("Megatron-core", peers):
+    if shape.vocabulary % tensor == 0 and found("Megatron-core", peers):  # it knows even shares only
         made.append(lambda: megatron(shape, tensor, sequence_parallel))
     return made
