@@ -42,6 +42,11 @@ def test_every_contender_runs_as_often_in_every_place():
         (["tensor_parallel", "shape=huge"], "shape=huge"),
         (["tensor_parallel", "pears=3"], "pairs"),
         (["tensor_parallel", "pairs=0"], "pairs=0"),
+        (["tensor_parallel", "out=nowhere/at/all.json"], "there is no folder"),
+        (["tensor_parallel", "chart=step.svg"], "only bench step"),
+        (["step", "chart=step.gif"], ".svg, .png, .pdf"),
+        (["step", "chart=nowhere/step.svg"], "there is no folder"),
+        (["pipeline", "microbatches=3"], "nearest: 2"),
     ],
 )
 def test_refusals(words, message, capsys):
@@ -113,3 +118,58 @@ def test_a_pipeline_section_of_the_tiny_shape(tmp_path):
     (record,) = json.loads(out.read_text(encoding="utf-8"))["sections"]
     assert record["equal_losses"] and set(record["seconds"]) == {"gridtron 1f1b", "torch 1f1b"}
     assert set(record["memory_bytes"]) == set(record["seconds"])
+
+
+# ---------------------------------------------------------------- the scoreboard
+def record(title, *ratios):
+    return {"title": title, "ratios": [dict(zip(("peer", "median", "low", "high"), r, strict=False)) for r in ratios]}
+
+
+@pytest.mark.parametrize("name", ["step.svg", "step.png"])
+def test_a_chart_shows_every_ratio(name, tmp_path):
+    from gridtron.tools.bench.chart import draw_chart
+
+    sections = [record("one process", ("plain module", 0.9, 0.88, 0.93), ("Hugging Face", 1.1, 1.0, 1.2))]
+    sections[0]["ratios"][0] |= {"bound": 0.95, "holds": True}
+    figures = {"environment": {"processor": "a processor", "cores": 2}, "sections": sections}
+    draw_chart(figures, tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml") and len(content) > 5000
+
+
+def test_bars_have_their_lengths():
+    from gridtron.tools.bench.chart import bar_of
+
+    assert [bar_of(ratio).count("█") for ratio in (0.0, 0.5, 1.5, 2.0, 9.0)] == [0, 10, 29, 39, 39]
+    assert all(len(bar_of(ratio)) == 40 and bar_of(ratio).count("|") == 1 for ratio in (0.0, 0.96, 1.0, 1.04, 3.0))
+
+
+def test_the_floor_has_the_products_of_a_step():
+    """Forward and backward of every linear layer and of whole attention squares: three times the forward's FLOPs."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from gridtron.tools.bench.floor import products_alone
+    from gridtron.tools.bench.plain import SHAPES
+
+    shape = SHAPES["tiny"]
+    with FlopCounterMode(display=False) as counter:
+        products_alone(shape).step(0)
+    tokens, width = shape.batch * shape.sequence, shape.hidden // shape.heads
+    weights = shape.layers * shape.hidden * (2 * shape.hidden + 2 * shape.key_value_heads * width + 3 * shape.ffn)
+    weights += shape.hidden * shape.vocabulary
+    attention = shape.layers * 2 * shape.sequence * shape.hidden
+    assert counter.get_total_flops() == 3 * 2 * tokens * (weights + attention)
+
+
+@pytest.mark.slow
+def test_the_scoreboard(tmp_path, capfd):
+    out, chart = tmp_path / "step.json", tmp_path / "step.svg"
+    words = ["shape=tiny", "pairs=4", "warmup=1", "microbatches=2", f"out={out}", f"chart={chart}"]
+    assert main(["step", *words, f"peers={tmp_path}/none"]) == 0
+    sections = json.loads(out.read_text())["sections"]
+    assert [section["title"].partition(", ")[2] for section in sections] == [
+        "one process", "tensor=2", "data=2", "data=2, zero=3", "pipeline=2, 1F1B, 2 microbatches"
+    ]  # fmt: skip
+    assert all(section["equal_losses"] for section in sections)
+    assert {ratio["peer"]: ratio.get("bound") for ratio in sections[0]["ratios"]}["plain module"] == 0.95
+    assert chart.stat().st_size > 5000 and "as a share of the peer's" in capfd.readouterr().out

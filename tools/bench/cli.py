@@ -13,6 +13,9 @@ from gridtron.core.options import option
 from gridtron.tools.arguments import parse_arguments, print_refusal, read_options
 from gridtron.tools.pages import option_lines
 
+_BATCH = 8
+"""Sequences a step, of every shape."""
+
 
 @dataclass(frozen=True)
 class BenchOptions:
@@ -66,14 +69,14 @@ def main(arguments: Sequence[str]) -> int:
             wrong = words[0] if words[0] not in known else words[1]
             raise Refusal([f"bench {wrong}: {nearest_choice(wrong, list(known))}"])
         options = parse_options(parsed.overrides)
-        _check_files(words[0], options)
+        _check(words[0], options)
     except Refusal as refusal:
         return print_refusal(refusal)
     return known[words[0]](options)
 
 
-def _check_files(name: str, options: BenchOptions) -> None:
-    """What could not be written in the end is refused before anything is measured.
+def _check(name: str, options: BenchOptions) -> None:
+    """What could not run, or not be written in the end, is refused before anything is measured.
 
     Raises:
         Refusal: with every fault.
@@ -87,6 +90,9 @@ def _check_files(name: str, options: BenchOptions) -> None:
         fault = check_chart(options.chart) if name == "step" else "only bench step draws a chart; leave it out"
         if fault is not None:
             faults.append(f"chart={options.chart}: {fault}")
+    if name in ("step", "pipeline") and _BATCH % options.microbatches:
+        near = max(count for count in range(1, _BATCH + 1) if _BATCH % count == 0 and count <= options.microbatches)
+        faults.append(f"microbatches={options.microbatches}: must divide the batch of {_BATCH}; nearest: {near}")
     if faults:
         raise Refusal(faults)
 

@@ -35,7 +35,7 @@ class Shape:
 
 SHAPES = {
     "full": Shape(),
-    "tiny": Shape(vocabulary=101, hidden=32, layers=2, heads=4, key_value_heads=2, ffn=48, sequence=16, batch=2),
+    "tiny": Shape(vocabulary=101, hidden=32, layers=2, heads=4, key_value_heads=2, ffn=48, sequence=16),
     "small": Shape(vocabulary=2048, hidden=256, heads=4, key_value_heads=4, ffn=704, sequence=128),
 }
 
