@@ -15,16 +15,20 @@ def row_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """The tensors' blocks of rows (their first dimension), together; all rows at once on a device, where a launch costs
     more than it saves, and while a compiler traces, which makes loops of its own."""
     first = tensors[0]
-    rows = max(1, first.shape[0])
-    size = rows
-    if first.device.type == "cpu" and not torch.compiler.is_compiling():
-        width = sum(tensor.nbytes for tensor in tensors) // rows
-        size = max(1, _BYTES * torch.get_num_threads() // max(1, width))
+    rows = first.shape[0]
+    if rows == 0 or first.device.type != "cpu" or torch.compiler.is_compiling():
+        return (tensors,)
+    width = sum([tensor.nbytes for tensor in tensors]) // rows
+    size = max(1, _BYTES * torch.get_num_threads() // max(1, width))
+    if size >= rows:
+        return (tensors,)
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def as_rows(x: Tensor) -> Tensor:
     """(rows, features): all dimensions but the last as one; of an empty tensor too, where -1 could not be inferred."""
+    if x.ndim == 2:
+        return x
     if x.ndim == 1:
         return x.unsqueeze(0)
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
