@@ -27,7 +27,8 @@ KEPT: Mapping[str, tuple[str, ...]] = {
         "aten._softmax",
         "aten._safe_softmax",
     ),
-    "dropout": ("gridtron.counted_dropout",),
+    # Triton's is one operator for both, with a residual and without.
+    "dropout": ("gridtron.counted_dropout", "gridtron.dropout_add"),
     # Gathers are not among them: a gathered activation is what sequence parallelism does not hold.
     "reduction": ("_c10d_functional.all_reduce", "_c10d_functional.reduce_scatter_tensor"),
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gridtron.core import Grid
 from gridtron.core.data.batch import Batch
+from gridtron.core.kernels.config import KernelsConfig
 from gridtron.core.optim.config import OptimizerConfig
 from gridtron.core.precision import LossScaler
 from gridtron.models import GPT, GPTConfig
@@ -77,6 +78,7 @@ class Case:
     chunks: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
     overlap: str = "none"
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     # What may change the numbers:
     global_batch_size: int = 8
     sequence_length: int = 24
@@ -101,6 +103,7 @@ class Case:
             chunks=None,
             layers_per_stage=None,
             overlap="none",
+            kernels=KernelsConfig(),
         )
 
 
@@ -160,6 +163,7 @@ def build_engine(
         seed=seed,
         sequence_parallel=case.sequence_parallel,
         overlap=case.overlap,
+        kernels=case.kernels,
         recompute=recompute or RecomputeConfig(case.recompute),
         dtype=dtype,
     )
@@ -167,7 +171,14 @@ def build_engine(
         parameter.requires_grad_(not name.startswith(case.frozen) if case.frozen else True)
     options = DataParallelConfig(case.zero, case.bucket_bytes, case.shard_size, case.reduce)
     return TrainingEngine(
-        model, grid, case.optimizer, options, schedule=schedule, loss_scaler=scaler, grad_norms=grad_norms
+        model,
+        grid,
+        case.optimizer,
+        options,
+        schedule=schedule,
+        loss_scaler=scaler,
+        grad_norms=grad_norms,
+        adamw=case.kernels.of("adamw"),
     )
 
 

@@ -285,11 +285,14 @@ def deferred_bytes(micro: Microbatch, layers: int) -> int:
 
 def loss_working_bytes(micro: Microbatch) -> int:
     """What the backward pass of the loss holds beside its exponents: the wide gradient of the logits, and where they
-    are narrow that in their format too: s b v (W + w)."""
+    are narrow that in their format too: s b v (W + w). By chunks, c v in place of s b v, and the gradients of both
+    operands: the weight's is summed in the wide format beside one chunk's."""
     vocabulary = micro.share.vocabulary
     if micro.chunked_loss:
-        chunk = chunk_rows(micro.tokens, vocabulary) * vocabulary
-        return chunk * (micro.itemsize + (micro.wide if micro.itemsize < micro.wide else 0))
+        each = micro.itemsize + (micro.wide if micro.itemsize < micro.wide else 0)
+        hidden = micro.config.hidden_size
+        chunk = (chunk_rows(micro.tokens, vocabulary) + hidden) * vocabulary * each
+        return chunk + micro.tokens * hidden * micro.itemsize
     logits = micro.tokens * vocabulary
     return logits * micro.wide + (logits * micro.itemsize if micro.itemsize < micro.wide else 0)
 

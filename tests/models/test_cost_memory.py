@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from gridtron.core import Grid
+from gridtron.core.kernels.config import KernelsConfig
 from gridtron.models import GPT, GPTConfig
 from gridtron.models.cost.activations import NOT_IN_THE_PAPER, Microbatch, layer_activations, stage_activations
 from gridtron.models.cost.memory import (
@@ -241,8 +242,8 @@ def test_selectively_kept_bytes_over_two_tensor_ranks():
 
 
 # ---------------------------------------------------------------- what a step takes
-def tracked_peak(config, recompute, dtype, batch, length, microbatches):
-    model = GPT(config, seed=0, recompute=recompute, dtype=dtype)
+def tracked_peak(config, recompute, dtype, batch, length, microbatches, kernels=None):
+    model = GPT(config, seed=0, recompute=recompute, dtype=dtype, kernels=kernels)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(batch, length, dtype=torch.int64)
 
@@ -306,6 +307,15 @@ def test_peak_is_that_of_the_tracker(
     settings = MemorySettings(config, length, batch, microbatches, recompute=options)
     measured = tracked_peak(config, options, torch.float32, batch, length, microbatches)
     assert rank_memory(settings).peak == pytest.approx(measured, rel=0.05)
+
+
+def test_peak_without_logits_is_that_of_the_tracker():
+    """Two chunks; whole, the logits and their gradient would be a third of all."""
+    config = replace(shape("llama"), num_layers=2, vocab_size=65536, max_position_embeddings=128)
+    settings = MemorySettings(config, 128, 4, chunked_loss=True)
+    measured = tracked_peak(config, RecomputeConfig(), torch.float32, 4, 128, 1, KernelsConfig(chunked_loss=True))
+    assert rank_memory(settings).peak == pytest.approx(measured, rel=0.05)
+    assert rank_memory(replace(settings, chunked_loss=False)).peak > 1.4 * measured
 
 
 # ---------------------------------------------------------------- states
