@@ -1,10 +1,13 @@
 """gridtron doctor says what is true of this machine, and of machines that are made up."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from gridtron.core import capabilities
 from gridtron.core.capabilities import find_apex, find_capabilities
+from gridtron.core.kernels.config import AVAILABLE
 from gridtron.tools.doctor import _advice, examine, main
 
 
@@ -50,3 +53,44 @@ def test_advice_for_machines_that_lack_things():
     findings["capabilities"] |= {"cuda_devices": ["NVIDIA H200"], "nccl": False, "triton": None}
     advice = " ".join(_advice(findings))
     assert "missing: tokenizers" in advice and "2.11 to 2.13" in advice and "NCCL" in advice and "Triton" in advice
+
+
+# ---------------------------------------------------------------- the kernels' table
+def kernels_of(monkeypatch, **changes):
+    """Operation -> (implementation, why) as doctor finds them on a machine that is made up."""
+    found = replace(find_capabilities(), **{"cuda_devices": (), "triton": None, "apex": None} | changes)
+    monkeypatch.setattr(capabilities, "find_capabilities", lambda environment=None: found)
+    return {name: (choice["backend"], choice["reason"]) for name, choice in examine()["kernels"].items()}
+
+
+def test_kernels_of_machines_without_devices(monkeypatch):
+    bare = kernels_of(monkeypatch)
+    assert set(bare) == set(AVAILABLE) and {backend for backend, _ in bare.values()} == {"torch"}
+    assert bare["rope"][1] == "auto; no triton: Triton is not installed"
+    assert bare["rms_norm"][1] == "auto; no triton: Triton is not installed; no apex: NVIDIA apex is not installed"
+    libraries = kernels_of(monkeypatch, triton="3.7.1", apex="nvidia")
+    assert libraries["rms_norm"] == ("torch", "auto; no triton: no CUDA device; no apex: no CUDA device")
+    interpreted = kernels_of(monkeypatch, triton="3.7.1", triton_interpreted=True)
+    assert interpreted["rope"] == ("torch", "auto; no triton: its interpreter is asked for by name only")
+
+
+@pytest.mark.parametrize(("folder", "found"), [("views", "other"), ("normalization", "nvidia")])
+def test_kernels_with_either_apex(folder, found, tmp_path, monkeypatch, capsys):
+    """A device without Triton: NVIDIA's apex is taken where it has the operation, PyPI's never."""
+    for name in (folder, *(["optimizers"] if found == "nvidia" else [])):
+        (tmp_path / "apex" / name).mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernels = kernels_of(monkeypatch, cuda_devices=("NVIDIA H200",), apex=find_apex())
+    assert kernels["adamw"][0] == kernels["layer_norm"][0] == ("apex" if found == "nvidia" else "torch")
+    assert kernels["swiglu"] == ("torch", "auto; no triton: Triton is not installed")
+    if found == "other":
+        assert kernels["adamw"][1].endswith("no apex: the apex that is installed is not NVIDIA's")
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert "kernels under kernels.backend=auto" in shown and "linear_cross_entropy" in shown
+
+
+def test_kernels_of_a_device_with_triton(monkeypatch):
+    kernels = kernels_of(monkeypatch, cuda_devices=("NVIDIA H200",), triton="3.7.1", apex="nvidia")
+    assert set(kernels.values()) == {("triton", "auto")}
