@@ -92,7 +92,7 @@ def test_the_interpreter_is_taken_by_name_only():
 
 @pytest.mark.parametrize("found", MACHINES)
 def test_what_is_chosen_on_every_machine(found):
-    """What auto takes can run, and is the first that can; what is asked for is taken, with its fault where there is one."""
+    """What auto takes is the first that can run; what is asked for is taken, with its fault where there is one."""
     able = {name for name in ("triton", "apex", "torch") if backend_fault(name, found) is None}
     able -= {"triton"} if found.triton_interpreted else set()
     for operation, names in AVAILABLE.items():
