@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, row_backend
-from gridtron.core.kernels.blocks import as_rows, row_blocks
+from gridtron.core.kernels.blocks import as_rows
 from gridtron.core.precision import wide_dtype
 
 
@@ -46,36 +46,28 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, scale = contiguous_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype))
-    for values, out, factor in row_blocks(*(as_rows(tensor) for tensor in (x, y, scale))):
-        torch.linalg.vector_norm(values, dim=-1, keepdim=True, dtype=factor.dtype, out=factor)
-        factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        if out.dtype == factor.dtype:
-            torch.mul(values, factor, out=out).mul_(weight)
-        else:
-            out.copy_(values * factor).mul_(weight)
-    return y, scale
+    wide = wide_dtype(x.dtype)
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype).mul_(weight), scale
 
 
 def _backward(
     gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    grad_x = contiguous_like(x, for_x)
-    total = torch.zeros(x.shape[-1] if for_weight else 0, dtype=scale.dtype, device=x.device)
-    gain = weight.to(scale.dtype)
-    for given, values, factor, out in row_blocks(*(as_rows(t) for t in (gradient, x, scale, grad_x if for_x else x))):
-        normed = values * factor
-        product = given * normed
-        if for_weight:
-            total += product.sum(0)
-        if for_x:
-            # d/dx of x s(x): s (g w - n mean(n g w)), n the normed input.
-            mean = torch.mv(product, gain).unsqueeze(-1).div_(x.shape[-1])
-            wide = out if out.dtype == product.dtype else product
-            wide.copy_(given).mul_(gain).addcmul_(normed, mean, value=-1).mul_(factor)
-            if wide is not out:
-                out.copy_(wide)
-    return grad_x, total.to(weight.dtype)
+    grad_x = grad_weight = x.new_empty(0)
+    wide, factor = scale.dtype, as_rows(scale)
+    values, gradient, gain = as_rows(x).to(wide), as_rows(gradient).to(wide), weight.to(wide)
+    # Passes over memory are what this costs on a CPU: six, and the normed input is not made again.
+    product = gradient * values
+    if for_weight:
+        grad_weight = torch.mv(product.t(), factor.squeeze(1)).to(weight.dtype)
+    if for_x:
+        # d/dx of x s(x): s (g w - n mean(n g w)), n = s x the normed input.
+        mean = torch.mv(product, gain).unsqueeze(1).mul_(factor).div_(x.shape[-1])
+        out = torch.mul(gradient, gain, out=product).addcmul_(values, mean.mul_(factor), value=-1).mul_(factor)
+        grad_x = out.to(x.dtype).view(x.shape)
+    return grad_x, grad_weight
 
 
 # ---------------------------------------------------------------- Triton

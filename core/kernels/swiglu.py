@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register
-from gridtron.core.kernels.blocks import as_rows, row_blocks
 
 
 def swiglu(
@@ -28,7 +28,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, backend: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.backend = backend
-        return (_forward if backend == "torch" else _forward_operator)(gate, up)
+        return F.silu(gate).mul_(up) if backend == "torch" else _forward_operator(gate, up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -38,21 +38,10 @@ class _SwiGLU(torch.autograd.Function):
         return *_backward(gradient, gate, up), None
 
 
-def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    y = contiguous_like(gate)
-    for gate_rows, up_rows, out in row_blocks(*(as_rows(tensor) for tensor in (gate, up, y))):
-        torch.ops.aten.silu.out(gate_rows, out=out).mul_(up_rows)
-    return y
-
-
 def _backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    grad_gate, grad_up = contiguous_like(gate), contiguous_like(gate)
-    rows = (as_rows(tensor) for tensor in (gradient, gate, up, grad_gate, grad_up))
-    for given, gate_rows, up_rows, for_gate, for_up in row_blocks(*rows):
-        torch.ops.aten.silu.out(gate_rows, out=for_up).mul_(given)
-        torch.mul(given, up_rows, out=for_gate)
-        torch.ops.aten.silu_backward.grad_input(for_gate, gate_rows, grad_input=for_gate)
-    return grad_gate, grad_up
+    grad_up = F.silu(gate).mul_(gradient)
+    product = gradient * up
+    return torch.ops.aten.silu_backward.grad_input(product, gate, grad_input=product), grad_up
 
 
 # ---------------------------------------------------------------- Triton
