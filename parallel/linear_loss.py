@@ -11,11 +11,11 @@ from torch import Tensor
 from gridtron.core.communication import all_gather, all_reduce, reduce_scatter
 from gridtron.core.grid import Axis
 from gridtron.core.kernels.backend import backend_of
+from gridtron.core.kernels.blocks import as_rows
 from gridtron.core.kernels.config import chunk_rows
 from gridtron.core.kernels.cross_entropy import IGNORED
 from gridtron.core.kernels.linear_cross_entropy import chunked_gradients, chunked_statistics
 from gridtron.parallel.loss import local_targets, reduce_statistics
-from gridtron.parallel.products import as_rows
 
 
 def vocab_parallel_linear_cross_entropy(

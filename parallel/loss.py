@@ -11,10 +11,10 @@ from torch import Tensor
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
 from gridtron.core.kernels.backend import backend_of
+from gridtron.core.kernels.blocks import as_rows
 from gridtron.core.kernels.cross_entropy import ELSEWHERE, IGNORED, Statistics, statistics
 from gridtron.core.kernels.cross_entropy import gradient as logits_gradient
 from gridtron.core.sharding import even_ranges
-from gridtron.parallel.products import as_rows
 
 
 def vocab_parallel_cross_entropy(

@@ -10,19 +10,14 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from gridtron.core.communication import Pending, all_gather, all_reduce, start_all_gather, start_all_reduce
 from gridtron.core.grid import Axis
+from gridtron.core.kernels.blocks import as_rows
 from gridtron.core.torch_compat import functional_all_reduce, functional_reduce_scatter
 from gridtron.parallel.gradient_door import accumulate_gradient, deferral_of
 from gridtron.parallel.overlap import gathered_products, scattered_products
-
-
-def as_rows(x: Float[Tensor, "*batch features"]) -> Float[Tensor, "rows features"]:
-    """All dimensions but the last as one; of a rank without any feature too, where -1 could not be inferred."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 class ColumnProducts(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 _BYTES = 5 * 2**18
@@ -25,10 +26,6 @@ def row_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """(rows, features): all dimensions but the last as one; of an empty tensor too, where -1 could not be inferred."""
-    if x.ndim == 2:
-        return x
-    if x.ndim == 1:
-        return x.unsqueeze(0)
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+def as_rows(x: Float[Tensor, "*batch features"]) -> Float[Tensor, "rows features"]:
+    """All dimensions but the last as one; of an empty tensor too, where -1 could not be inferred."""
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
