@@ -324,6 +324,7 @@ def test_a_plugins_parts_train_on_any_grid(outside):
     assert sorted(os.listdir("seen")) == ["0.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [pytest.param("grid.tensor=1", marks=pytest.mark.slow), "grid.tensor=2"])
 def test_a_plugins_run_goes_on_to_the_bit(outside, grid):
     """Also the states of a foreign optimizer, its plain numbers and the callback's."""

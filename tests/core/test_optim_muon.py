@@ -220,6 +220,7 @@ def check_muon(sizes: dict[str, int], cut: bool) -> dict[str, Tensor]:
 GRIDS = [{"tensor": t, "data": d} for t in (1, 2, 3) for d in (1, 2, 3) if 1 < t * d <= 6 and (t, d) != (3, 2)]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 @pytest.mark.parametrize("cut", [True, False])
 def test_cut_matrices_are_updated_as_if_whole(sizes: dict[str, int], cut: bool) -> None:

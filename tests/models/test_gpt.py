@@ -247,6 +247,7 @@ def test_every_layer_is_owned_once(layers, ranks, chunks, family):
         assert [item.name for item in items if not item.stands_for_all] == ["embedding.weight"] * apart
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("ranks", "arguments", "ends"), [
     (3, {}, (0, 2)),

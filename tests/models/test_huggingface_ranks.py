@@ -188,6 +188,7 @@ def runs():
             yield pytest.param(sizes, zero, schedule, name, dtype, id=f"{sizes}-{zero}-{name}-{dtype}", marks=slow)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.case(9)
 @pytest.mark.parametrize(("sizes", "zero", "schedule", "name", "dtype"), list(runs()))
 def test_a_run_begins_with_them(models, sizes, zero, schedule, name, dtype):

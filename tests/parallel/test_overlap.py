@@ -107,6 +107,7 @@ def check_layers(checkpoint):
     return results
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_layers_have_equal_results_and_bytes(world_size, checkpoint):

@@ -81,6 +81,7 @@ def test_hybrid_sharding(zero, options):
     check("gpt2", 3, grid=grid, zero=zero, shard_size=2, steps=2, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.case(28)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_more_ranks_than_rows(zero):

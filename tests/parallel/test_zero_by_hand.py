@@ -162,6 +162,7 @@ def check(kind, how, zero, world_size, steps=4, **options):
         assert evaluation == pytest.approx(expected[2], rel=BOUND)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "how", ["model", "to zero", *(pytest.param(how, marks=pytest.mark.slow) for how in ("optimizer", "seldom"))]

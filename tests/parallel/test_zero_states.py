@@ -110,6 +110,8 @@ SLOW = pytest.mark.slow
 def test_bytes_between_steps_are_those_of_the_formula(sizes):
     options = {"config": WIDE_MODEL, "bucket_bytes": 2**17}
     cases = [(case_of(zero, sizes, **options), precision) for zero in range(4) for precision in PRECISIONS]
+    if sizes == (1, 1, 1):
+        cases = cases[::3]
     if sizes == (4, 1, 1):
         cases += [(case_of(zero, sizes, shard_size=2, **options), "bf16") for zero in (1, 2, 3)]
         cases += [(case_of(zero, sizes, reduce="each", **options), "bf16") for zero in (0, 1)]
@@ -205,6 +207,7 @@ def check_nothing_below_float64(case):
                 engine.evaluate(batches)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_in_float64_nothing_is_below(zero, name):
@@ -263,6 +266,7 @@ def check_rounded_microbatches(case):
 
 
 # ---------------------------------------------------------------- copies, norms, loaded weights
+@pytest.mark.sample(2)
 @pytest.mark.case(7, 28)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_tied_copies_stay_equal_and_norms_are_one_number(zero):

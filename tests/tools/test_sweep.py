@@ -125,6 +125,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("number", "saves", "code", "told"),
     [
@@ -172,6 +173,7 @@ def test_a_killed_sweep_leaves_no_job(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.case(14)
 def test_two_real_runs_over_two_ranks(tmp_path):
     (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)

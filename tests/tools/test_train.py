@@ -46,6 +46,7 @@ def test_without_a_directory_one_is_made_under_runs(capfd: pytest.CaptureFixture
     assert str(folder) in capfd.readouterr().err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "first",
     [
@@ -253,6 +254,7 @@ def test_the_commit_of_a_clone_is_told(tmp_path: Path) -> None:
     assert commit is not None and len(commit) == 40
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", ["model.num_layers=3", "optimizer=sgd", "model.hidden_size=64"])
 def test_other_tensors_are_refused_whatever_is_allowed(change: str, train: Any, tmp_path: Path) -> None:
     assert train("train.stop_after=3")[0] == 0

@@ -54,6 +54,7 @@ def test_a_wrong_configuration_ends_before_any_process(train: Any, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("width", "named"), [("3000", "the checkpoint step-00000010"), ("7", "metrics.jsonl")])
 def test_a_full_disk_ends_in_a_message_and_the_run_goes_on(
     width: str, named: str, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ def test_ctrl_c_leaves_no_process_and_a_run_that_goes_on(tmp_path: Path, train: 
     assert done < 30
 
 
+@pytest.mark.slow
 @pytest.mark.case(16)
 def test_ranks_that_start_apart_share_one_folder(train: Any, tmp_path: Path) -> None:
     command = [*torchrun(2), TOY, *SMALL, "grid.tensor=2"]

@@ -181,6 +181,7 @@ def test_no_orphans(signals: list[signal.Signals], to_group: bool, code: int, tm
         assert printed == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_no_orphans_of_a_killed_parent_under_spawn(tmp_path: Path) -> None:
     job, ranks = start_job(tmp_path, "spawn")
     job.kill()
