@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.gridtron-installed
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-all test-gpu lint types format peers clean
+.PHONY: help setup train test test-all test-gpu lint types format bench-gpu peers clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ types: $(STAMP)  ## mypy over the whole tree
 	@cp gridtron/*.py .types/gridtron/
 	@for folder in core parallel models conf tools; do ln -sfn ../../$$folder .types/gridtron/$$folder; done
 	MYPYPATH=.types $(BIN)/mypy --config-file pyproject.toml -p gridtron
+
+bench-gpu: $(STAMP)  ## kernels and a training step on one CUDA device, under five minutes; figures in gpu.json
+	$(BIN)/gridtron bench gpu out=gpu.json $(ARGS)
 
 peers: $(STAMP)  ## what `gridtron bench` compares with, apart in .peers; no test needs them
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .peers megatron-core==0.16.1 transformers==5.24.0

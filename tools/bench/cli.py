@@ -41,6 +41,7 @@ def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
     """Name -> what runs it."""
     from gridtron.tools.bench.checkpoint import run as checkpoint
     from gridtron.tools.bench.data_parallel import run as data_parallel
+    from gridtron.tools.bench.gpu import run as gpu
     from gridtron.tools.bench.pipeline import run as pipeline
     from gridtron.tools.bench.start import run as start
     from gridtron.tools.bench.step import run as step
@@ -53,6 +54,7 @@ def benchmarks() -> dict[str, Callable[[BenchOptions], int]]:
         "data_parallel": data_parallel,
         "checkpoint": checkpoint,
         "start": start,
+        "gpu": gpu,
     }
 
 

@@ -86,30 +86,34 @@ def plain(shape: Shape) -> Contender:
 
 def huggingface(shape: Shape) -> Contender:
     """transformers' Llama with SDPA in one process."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.ffn,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.key_value_heads,
-            max_position_embeddings=shape.sequence,
-            rms_norm_eps=shape.eps,
-            rope_theta=shape.theta,
-            tie_word_embeddings=False,
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
-    ).float()
-    model.load_state_dict(_huggingface_state(plain_model(shape), shape))
+    model = huggingface_model(shape, torch.float32)
+    model.load_state_dict(huggingface_state(plain_model(shape), shape))
     step = _runner(lambda x, y: mean_loss(model(x).logits, y), [adamw(model.parameters(), shape)])
     return Contender("Hugging Face", lambda index: step(index, shape))
 
 
-def _huggingface_state(model: PlainGPT, shape: Shape) -> dict[str, Tensor]:
+def huggingface_model(shape: Shape, dtype: torch.dtype) -> Any:
+    """transformers' Llama of the shape with weights of its own; its rotary tables stay wide whatever the dtype."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        max_position_embeddings=shape.sequence,
+        rms_norm_eps=shape.eps,
+        rope_theta=shape.theta,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def huggingface_state(model: PlainGPT, shape: Shape) -> dict[str, Tensor]:
+    """The plain module's weights by the names of transformers."""
     state = model.state_dict()
     renamed = {
         "model.embed_tokens.weight": state["tok.weight"],
