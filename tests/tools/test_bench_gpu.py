@@ -1,6 +1,7 @@
 """bench gpu on a CPU: its formulae, its flow in tiny sizes under a made-up clock, its refusals. No timed claim."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from gridtron.core.kernels.config import AVAILABLE
 from gridtron.tools.bench import gpu, gpu_bytes
 from gridtron.tools.bench.cli import BenchOptions, main
 from gridtron.tools.bench.gpu_adamw import shapes_of, updates
-from gridtron.tools.bench.gpu_clock import Budget
+from gridtron.tools.bench.gpu_clock import Budget, device_measure
 from gridtron.tools.bench.gpu_kernels import TINY, Sizes, operations, own_inputs, results_of
 from gridtron.tools.bench.gpu_step import LARGE
 from gridtron.tools.bench.plain import SHAPES
@@ -174,6 +175,92 @@ def test_updates_are_of_all_parameters():
     given = {"x": torch.ones(2, requires_grad=True), "count": 3}
     own = own_inputs(given)
     assert own["x"].requires_grad and own["x"] is not given["x"] and own["count"] == 3
+
+
+LIGER = """
+import torch
+import torch.nn.functional as F
+
+def liger_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+    assert not in_place
+    return F.rms_norm(X, W.shape, W, eps)
+
+def liger_layer_norm(X, W, B, eps):
+    return F.layer_norm(X, W.shape, W, B, eps)
+
+def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    assert cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
+    def turned(x):
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+    return turned(q), turned(k), cos, sin
+
+def liger_swiglu(a, b):
+    return F.silu(a) * b
+
+def liger_cross_entropy(input, target, ignore_index=-100, reduction="mean"):
+    return F.cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
+
+def liger_fused_linear_cross_entropy(input, weight, target, bias=None, ignore_index=-100, reduction="mean"):
+    return F.cross_entropy(F.linear(input, weight, bias), target, ignore_index=ignore_index, reduction=reduction)
+"""
+"""A stand-in with the published names and orders of arguments."""
+
+
+def test_liger_is_called_as_it_is_published(tmp_path, monkeypatch):
+    folder = tmp_path / "liger_kernel" / "transformers"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").write_text("")
+    (folder / "functional.py").write_text(LIGER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    bare = replace(INTERPRETER, triton=None)
+    rows = gpu.measure_kernels(machine(found=bare), TINY, 1.0, Budget(1000))
+    for name in [name for name in sys.modules if name.startswith("liger_kernel")]:
+        monkeypatch.delitem(sys.modules, name)
+    has = {row["operation"] for row in rows if "Liger" in row["contenders"]}
+    assert has == {"rms_norm", "layer_norm", "rope", "swiglu", "cross_entropy", "linear_cross_entropy"}
+    assert not any(row["failed"] for row in rows)
+    assert all(row["differences"]["Liger"] < 1e-6 for row in rows if row["operation"] in has)
+
+
+class Event:
+    """A device's event on a clock of its own: each run takes as many milliseconds as it says."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.clock
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_contenders_run_in_turn(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(4, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    order = []
+
+    def work(name, milliseconds):
+        def run():
+            order.append(name)
+            Event.clock += milliseconds
+
+        return run
+
+    works = {"a": work("a", 1.0), "b": work("b", 2.0), "c": work("c", 4.0)}
+    assert device_measure(4, 1, Budget(1000))(works) == pytest.approx({"a": 1e-3, "b": 2e-3, "c": 4e-3})
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"
+    order.clear()
+    clock = iter(range(0, 1000, 30))
+    # One round is always counted.
+    assert set(device_measure(9, 0, Budget(20, lambda: next(clock)))(works)) == {"a", "b", "c"}
+    assert "".join(order) == "abc"
 
 
 # ---------------------------------------------------------------- refusals
