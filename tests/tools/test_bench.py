@@ -166,7 +166,9 @@ def test_the_scoreboard(tmp_path, capfd):
     out, chart = tmp_path / "step.json", tmp_path / "step.svg"
     words = ["shape=tiny", "pairs=4", "warmup=1", "microbatches=2", f"out={out}", f"chart={chart}"]
     assert main(["step", *words, f"peers={tmp_path}/none"]) == 0
-    sections = json.loads(out.read_text())["sections"]
+    figures = json.loads(out.read_text())
+    assert len(figures["loss_memory"]["peak_bytes"]) == 3
+    sections = figures["sections"]
     assert [section["title"].partition(", ")[2] for section in sections] == [
         "one process", "tensor=2", "data=2", "data=2, zero=3", "pipeline=2, 1F1B, 2 microbatches"
     ]  # fmt: skip

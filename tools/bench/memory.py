@@ -52,14 +52,29 @@ def _run_alone(launcher: Launcher, section: Section, index: int, peers: str, res
         # A small one first: what is imported on the way is not what the work holds.
         section.makers(small, grid, peers, section.settings)[index]().step(0)
         makers = section.makers(shape, grid, peers, section.settings)
-        before = _kilobytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
+        before = resident()
+        clear_peak()
         contender = makers[index]()
         for step in range(_STEPS):
             contender.step(step)
-        held = gather_values(1024 * (_kilobytes("VmHWM") - before), grid.axis(section.axis))
+        held = gather_values(peak_beyond(before), grid.axis(section.axis))
         if grid.rank == 0:
             Path(result).write_text(json.dumps([contender.name, max(held), len(makers)]), encoding="utf-8")
+
+
+def resident() -> int:
+    """Bytes that this process holds now."""
+    return 1024 * _kilobytes("VmRSS")
+
+
+def clear_peak() -> None:
+    """The peak is counted from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_beyond(before: int) -> int:
+    """Bytes of the peak above ``before``."""
+    return 1024 * _kilobytes("VmHWM") - before
 
 
 def _kilobytes(key: str) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gridtron.tools.bench import data_parallel, pipeline, tensor_parallel
 from gridtron.tools.bench.chart import draw_chart, show_bars
+from gridtron.tools.bench.loss_memory import measure_losses, show_losses
 from gridtron.tools.bench.sections import Section, run_sections
 
 if TYPE_CHECKING:
@@ -30,8 +31,12 @@ def run(options: BenchOptions) -> int:
         if options.chart is not None:
             draw_chart(figures, Path(options.chart).expanduser())
 
+    record, code = measure_losses(options.shapes[0])
+    if code:
+        return code
+    show_losses(record)
     sections = [section for shape in options.shapes for section in sections_of(shape, options)]
-    return run_sections(options, sections, ("Megatron-core", "Hugging Face"), finish=finish)
+    return run_sections(options, sections, ("Megatron-core", "Hugging Face"), {"loss_memory": record}, finish)
 
 
 def sections_of(shape: str, options: BenchOptions) -> list[Section]:
