@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gridtron.core.grid import Grid
 from gridtron.models import GPT, GPTConfig
+from gridtron.models.compiled import compile_layers
 from gridtron.parallel import DataParallel, load_full_state_dict
 from gridtron.tools.bench.measure import Contender
 from gridtron.tools.bench.plain import PlainGPT, Shape, adamw, mean_loss, plain_model, tokens_of
@@ -62,11 +63,13 @@ def our_config(shape: Shape) -> GPTConfig:
     )
 
 
-def ours(shape: Shape, grid: Grid, sequence_parallel: bool = False) -> Contender:
-    """This GPT over the grid's tensor axis."""
+def ours(shape: Shape, grid: Grid, sequence_parallel: bool = False, compiled: bool = False) -> Contender:
+    """This GPT over the grid's tensor axis; ``compiled`` as under train.compile."""
     model = GPT(our_config(shape), grid, seed=0, sequence_parallel=sequence_parallel)
     state = plain_model(shape).state_dict()
     load_full_state_dict(model, {name: state[theirs] for name, theirs in our_names(shape).items()})
+    if compiled:
+        compile_layers(model)
     wrapped = DataParallel(model)
     count = shape.batch * shape.sequence
 
@@ -74,7 +77,8 @@ def ours(shape: Shape, grid: Grid, sequence_parallel: bool = False) -> Contender
         return wrapped(tokens, targets).sum() / count
 
     step = _runner(loss_of, [adamw(model.parameters(), shape)], wrapped.finish_step)
-    return Contender("gridtron" + (" sequence" if sequence_parallel else ""), lambda index: step(index, shape))
+    name = f"gridtron{' compiled' * compiled}{' sequence' * sequence_parallel}"
+    return Contender(name, lambda index: step(index, shape))
 
 
 def plain(shape: Shape) -> Contender:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gridtron.conf.rules import compiler_fault
 from gridtron.tools.bench import data_parallel, pipeline, tensor_parallel
 from gridtron.tools.bench.chart import draw_chart, show_bars
 from gridtron.tools.bench.loss_memory import measure_losses, show_losses
@@ -31,21 +33,23 @@ def run(options: BenchOptions) -> int:
         if options.chart is not None:
             draw_chart(figures, Path(options.chart).expanduser())
 
+    if fault := compiler_fault(0, os.environ):
+        print(f"missing: gridtron compiled ({fault}); the others run without it")
     record, code = measure_losses(options.shapes[0])
     if code:
         return code
     show_losses(record)
-    sections = [section for shape in options.shapes for section in sections_of(shape, options)]
+    sections = [section for shape in options.shapes for section in sections_of(shape, options, not fault)]
     return run_sections(options, sections, ("Megatron-core", "Hugging Face"), {"loss_memory": record}, finish)
 
 
-def sections_of(shape: str, options: BenchOptions) -> list[Section]:
-    """What is compared at one shape."""
+def sections_of(shape: str, options: BenchOptions, compiled: bool) -> list[Section]:
+    """What is compared at one shape; ``compiled``: with this GPT's layers compiled as well."""
     ranks, microbatches = options.ranks, options.microbatches
-    whole = {"sequence_parallel": False}
+    whole, alone = {"sequence_parallel": False}, {"compiled": compiled}
     schedule = {"schedule": "1f1b", "microbatches": microbatches}
     return [
-        Section(f"{shape} shape, one process", shape, 1, one_process, "tensor", bounds=ONE_PROCESS),
+        Section(f"{shape} shape, one process", shape, 1, one_process, "tensor", alone, bounds=ONE_PROCESS),
         Section(f"{shape} shape, tensor={ranks}", shape, ranks, tensor_parallel.makers, "tensor", whole, bounds=TENSOR),
         Section(f"{shape} shape, data={ranks}", shape, ranks, data_parallel.makers, "data", {"zero": 0}),
         Section(f"{shape} shape, data={ranks}, zero=3", shape, ranks, data_parallel.makers, "data", {"zero": 3}),
@@ -61,8 +65,11 @@ def sections_of(shape: str, options: BenchOptions) -> list[Section]:
 
 
 def one_process(shape: Shape, grid: Grid, peers: str, settings: Mapping[str, Any]) -> list[Callable[[], Contender]]:
-    """Those of the tensor-parallel bench, and the floor."""
+    """Those of the tensor-parallel bench, this GPT with its layers compiled, and the floor."""
+    from gridtron.tools.bench.contenders import ours
     from gridtron.tools.bench.floor import products_alone
 
     made = tensor_parallel.makers(shape, grid, peers, {"sequence_parallel": False})
+    if settings["compiled"]:
+        made.append(lambda: ours(shape, grid, compiled=True))
     return [*made, lambda: products_alone(shape)]
