@@ -24,6 +24,16 @@ def plan_schedule(plan: Plan, ranks: int, data: int) -> Schedule:
     return build_schedule(plan.pipeline.schedule, ranks, plan_microbatches(plan, data), plan.pipeline.chunks)
 
 
+def splits_backward(plan: Plan, sizes: Mapping[str, int]) -> bool:
+    """Whether the plan's schedule splits the backward pass; False where it cannot be built, which another rule tells."""
+    if sizes["pipeline"] == 1:
+        return False
+    try:
+        return plan_schedule(plan, sizes["pipeline"], sizes["data"] * sizes["context"]).splits_backward
+    except ValueError:
+        return False
+
+
 def plan_microbatches(plan: Plan, data: int) -> int:
     """How many microbatches a data rank runs a step."""
     return plan.train.global_batch_size // (plan.train.micro_batch_size * data)

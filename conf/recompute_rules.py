@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gridtron.conf.pipeline_rules import plan_microbatches, plan_schedule
+from gridtron.conf.pipeline_rules import plan_microbatches, plan_schedule, splits_backward
 from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
 from gridtron.models.cost.choice import BudgetError, choose_recompute
@@ -101,17 +101,12 @@ def _operations_violations(plan: Plan, sizes: Mapping[str, int]) -> Iterator[Vio
             f"{shown}: has no effect with recompute.mode={chosen.mode}; set recompute.mode=selective, or leave it out",
             keys,
         )
-    elif sizes["pipeline"] > 1:
-        try:
-            schedule = plan_schedule(plan, sizes["pipeline"], sizes["data"] * sizes["context"])
-        except ValueError:
-            return  # the pipeline's rule tells it
-        if schedule.splits_backward:
-            yield Violation(
-                f"{shown} with pipeline.schedule={plan.pipeline.schedule}: a list of operations does not go with a "
-                "schedule that splits the backward pass; nearest: recompute.operations=null, or pipeline.schedule=1f1b",
-                {*keys, "pipeline.schedule"},
-            )
+    elif splits_backward(plan, sizes):
+        yield Violation(
+            f"{shown} with pipeline.schedule={plan.pipeline.schedule}: a list of operations does not go with a "
+            "schedule that splits the backward pass; nearest: recompute.operations=null, or pipeline.schedule=1f1b",
+            {*keys, "pipeline.schedule"},
+        )
 
 
 def _budget_violations(plan: Plan, sizes: Mapping[str, int], budget: int, devices: int) -> Iterator[Violation]:

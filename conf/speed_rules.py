@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gridtron.conf.pipeline_rules import plan_schedule
+from gridtron.conf.pipeline_rules import splits_backward
 from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
 
@@ -69,16 +69,7 @@ def compile_violations(
             "nearest: recompute.mode=selective, or recompute.mode=full",
             {"train.compile", "recompute.mode"},
         )
-    if sizes["pipeline"] > 1:
-        yield from _split_violations(plan, sizes)
-
-
-def _split_violations(plan: Plan, sizes: Mapping[str, int]) -> Iterator[Violation]:
-    try:
-        schedule = plan_schedule(plan, sizes["pipeline"], sizes["data"] * sizes["context"])
-    except ValueError:
-        return  # the pipeline's rule tells it
-    if schedule.splits_backward:
+    if splits_backward(plan, sizes):
         yield Violation(
             f"pipeline.schedule={plan.pipeline.schedule} with train.compile=true: a compiled layer's weight gradients "
             "come with its input's, so that a schedule that splits them gains nothing; nearest: "
