@@ -25,7 +25,7 @@ def plan_schedule(plan: Plan, ranks: int, data: int) -> Schedule:
 
 
 def splits_backward(plan: Plan, sizes: Mapping[str, int]) -> bool:
-    """Whether the plan's schedule splits the backward pass; False where it cannot be built, which another rule tells."""
+    """Whether the plan's schedule splits the backward pass; False where there is none that can be built."""
     if sizes["pipeline"] == 1:
         return False
     try:
