@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gridtron.core.communication import all_gather, all_gather_uneven, all_reduce, reduce_scatter
 from gridtron.core.grid import Axis
@@ -64,6 +65,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _sum(gradient, ctx.axis), None
 
@@ -74,6 +76,7 @@ class _ReduceFrom(torch.autograd.Function):
         return _sum(x, axis)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
 
@@ -86,6 +89,7 @@ class _ScatterTo(torch.autograd.Function):
         return x.narrow(dim, start, stop - start).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         lengths = [stop - start for start, stop in even_ranges(ctx.length, ctx.axis.size)]
         return torch.cat(all_gather_uneven(gradient, lengths, ctx.axis, ctx.dim), ctx.dim), None, None
@@ -98,6 +102,7 @@ class _GatherFrom(torch.autograd.Function):
         return torch.cat(all_gather_uneven(x, lengths, axis, dim), dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient.narrow(ctx.dim, ctx.start, ctx.length).contiguous(), None, None, None
 
@@ -109,6 +114,7 @@ class _GatherFromSequence(torch.autograd.Function):
         return _gather(x, axis)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _sum_share(gradient, ctx.axis), None
 
@@ -120,6 +126,7 @@ class _ReduceScatterToSequence(torch.autograd.Function):
         return _sum_share(x, axis)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _gather(gradient, ctx.axis), None
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gridtron.core.communication import all_gather, all_reduce, reduce_scatter
 from gridtron.core.grid import Axis
@@ -90,6 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.view(target.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, maximum, factor, local = ctx.saved_tensors
         row_weight = gradient.reshape(-1).to(factor.dtype).masked_fill(local == IGNORED, 0)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
@@ -96,6 +97,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.view(ctx.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         kept, maximum, factor, local = ctx.saved_tensors
         weight = gradient.reshape(-1).to(factor.dtype).masked_fill(local == IGNORED, 0)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import asked, backend_of, contiguous_like, launcher, register
 
@@ -47,6 +48,7 @@ class _BiasGELU(torch.autograd.Function):
         return _forward_operator(x, bias, approximate == "tanh")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, row_backend
 from gridtron.core.precision import wide_dtype
@@ -43,6 +44,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         wanted = ctx.needs_input_grad[:3]
         return *asked(_backward_operator(gradient, *ctx.saved_tensors, *wanted), wanted), None

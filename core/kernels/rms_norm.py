@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, row_backend
 from gridtron.core.kernels.blocks import as_rows
@@ -39,6 +40,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         wanted = ctx.needs_input_grad[:2]
         run = _backward if ctx.backend == "torch" else _backward_operator

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import contiguous_like, launcher, register, row_backend
 from gridtron.core.kernels.blocks import as_rows, row_blocks
@@ -55,6 +56,7 @@ class _Softmax(torch.autograd.Function):
         return weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (weights,) = ctx.saved_tensors
         run = _backward if ctx.backend == "torch" else _backward_operator

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register
 
@@ -31,6 +32,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up) if backend == "torch" else _forward_operator(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         if ctx.backend != "torch":
