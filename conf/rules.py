@@ -14,7 +14,7 @@ from gridtron.conf.checkpoint_rules import checkpoint_violations
 from gridtron.conf.pipeline_rules import schedule_violations
 from gridtron.conf.recompute_rules import recompute_violations
 from gridtron.conf.schema import Plan
-from gridtron.conf.speed_rules import compile_violations, overlap_violations
+from gridtron.conf.speed_rules import compile_violations, kernels_violations, overlap_violations
 from gridtron.conf.values import Violation
 from gridtron.core.capabilities import Capabilities, find_libraries, usable_cores
 from gridtron.core.data.config import DataConfig
@@ -236,6 +236,7 @@ def compile_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
 def kernels_rule(plan: Plan, around: Surroundings) -> Iterator[Violation]:
     if fault := kernels_fault(plan.kernels, around.libraries):
         yield Violation(fault, {f"kernels.{name}" for name in ("backend", *AVAILABLE)})
+    yield from kernels_violations(plan, _is_gpt(plan))
 
 
 # ---------------------------------------------------------------- the pipeline

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from gridtron.conf.pipeline_rules import splits_backward
 from gridtron.conf.schema import Plan
 from gridtron.conf.values import Violation
+from gridtron.core.kernels.config import AVAILABLE
+from gridtron.models.config import GPTConfig
 
 
 def overlap_violations(plan: Plan, devices: int) -> Iterator[Violation]:
@@ -26,6 +28,50 @@ def overlap_violations(plan: Plan, devices: int) -> Iterator[Violation]:
             "here; nearest: grid.overlap=chunked",
             {"grid.overlap"},
         )
+
+
+def kernels_violations(plan: Plan, own_model: bool) -> Iterator[Violation]:
+    """Choices of kernels that the run would never come to.
+
+    Args:
+        plan: of the run.
+        own_model: whether the layers are this project's GPT's.
+    """
+    chosen = plan.kernels
+    unused: dict[str, str] = {}
+    if "optimizer" in plan.parts or plan.optimizer.name == "sgd":
+        unused["adamw"] = f"optimizer={plan.parts.get('optimizer') or plan.optimizer.name}"
+    if own_model:
+        unused |= _unused_of_model(plan.model, chosen.chunked_loss)
+    else:
+        unused |= dict.fromkeys([name for name in AVAILABLE if name != "adamw"], "a model of your own")
+        if chosen.chunked_loss:
+            yield Violation(
+                "kernels.chunked_loss=true: has no effect with a model of your own, which makes its own loss "
+                "(gridtron.parallel.vocab_parallel_linear_cross_entropy is for it); leave it out",
+                {"kernels.chunked_loss", "model.build"},
+            )
+    for name, reason in unused.items():
+        if getattr(chosen, name) is not None:
+            key = f"kernels.{name}"
+            yield Violation(f"{key}={getattr(chosen, name)}: has no effect with {reason}; leave it out", {key})
+
+
+def _unused_of_model(model: GPTConfig, chunked_loss: bool) -> dict[str, str]:
+    """Operation that the model has no use for -> why."""
+    gelu = model.activation in ("gelu", "gelu_tanh")
+    needs = {
+        "rms_norm": (model.normalization == "rms_norm", f"model.normalization={model.normalization}"),
+        "layer_norm": (model.normalization == "layer_norm", f"model.normalization={model.normalization}"),
+        "rope": (model.position == "rotary", f"model.position={model.position}"),
+        "swiglu": (model.activation == "swiglu", f"model.activation={model.activation}"),
+        "bias_gelu": (gelu, f"model.activation={model.activation}"),
+        "scaled_masked_softmax": (model.attention_dropout > 0, "model.attention_dropout=0"),
+        "dropout_add": (max(model.dropout, model.attention_dropout) > 0, "model.dropout=0"),
+        "cross_entropy": (not chunked_loss, "kernels.chunked_loss=true"),
+        "linear_cross_entropy": (chunked_loss, "kernels.chunked_loss=false"),
+    }
+    return {name: reason for name, (used, reason) in needs.items() if not used}
 
 
 def compile_violations(

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gridtron.core.grid import Axis
-from gridtron.core.kernels.backend import backend_of
+from gridtron.core.kernels.backend import backend_of, check_backend, require
 from gridtron.core.kernels.dropout_add import counted_dropout, dropout_add
 from gridtron.core.random import draw_key, keyed_dropout, signed
 
@@ -41,7 +41,8 @@ class Dropout(nn.Module):
         backend: implementation: "triton", "torch" or "auto", which is Triton on CUDA; the masks are the same.
 
     Raises:
-        ValueError: p outside [0, 1); batch_first where the first dimension is a share of the sequence.
+        ValueError: p outside [0, 1); an unknown backend; batch_first where the first dimension is a share of the
+            sequence.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Dropout(nn.Module):
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         if batch_first and self.sequence_parallel:
             raise ValueError("batch_first=True with sequence_parallel: a share of the sequence is the first dimension")
+        check_backend("dropout_add", backend)
         self.batch_first, self.backend = batch_first, backend
         self.calls = 0
 
@@ -89,6 +91,8 @@ class Dropout(nn.Module):
         self, x: Float[Tensor, "first second features"], context: SampleContext | None
     ) -> tuple[Tensor, int, list[int], list[int]]:
         """(samples, their dimension, offsets, strides): where the elements of x lie in their samples."""
+        rule = "an activation of three dimensions, (batch, sequence, features) or (sequence, batch, features)"
+        require(x.ndim == 3, "Dropout", rule, x=x)
         sample_dim = 0 if self.batch_first else 1
         first = x.shape[0] * self.axis.rank if self.sequence_parallel else 0
         samples = self._samples(context, x.shape[sample_dim], x.device)

@@ -52,6 +52,10 @@ def vocab_parallel_cross_entropy(
     """
     axis = Axis.of(axis)
     backend = backend_of("cross_entropy", backend, logits)
+    if inplace and logits.is_leaf and logits.requires_grad:
+        raise ValueError(
+            "inplace=True overwrites the logits, and these are a leaf that requires grad; give inplace=False"
+        )
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits {tuple(logits.shape)} and target {tuple(target.shape)} must agree in all but the last dimension"
@@ -113,7 +117,9 @@ def local_targets(
     Raises:
         ValueError: a share that is not this rank's, or (on the CPU) a target outside the vocabulary.
     """
-    target = target.reshape(-1)
+    if target.dtype.is_floating_point or target.dtype == torch.bool:
+        raise ValueError(f"targets are token ids, whole numbers; given {target.dtype}")
+    target = target.reshape(-1).long()
     start, total = _vocabulary_place(share, vocabulary, axis, target.device)
     ignored = target == ignore_index
     _check_targets(target, ignored, total)
@@ -135,8 +141,8 @@ def reduce_statistics(
 
 
 def _check_targets(target: Tensor, ignored: Tensor, vocabulary: int) -> None:
-    """On the CPU a wrong target is named; on a device the look would wait for the queue."""
-    if target.device.type != "cpu" or target.numel() == 0:
+    """On the CPU a wrong target is named; on a device the look would wait for the queue, and a compiler for the run."""
+    if target.device.type != "cpu" or target.numel() == 0 or torch.compiler.is_compiling():
         return
     wrong = ((target < 0) | (target >= vocabulary)) & ~ignored
     if bool(wrong.any()):

@@ -6,10 +6,26 @@ Written to the signatures of apex's source and tested on a stand-in that has the
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+
+
+def _of_apex(module: str, *names: str) -> list[Any]:
+    """Functions of a module of apex, imported when they are first called.
+
+    Raises:
+        ValueError: NVIDIA's apex is not installed.
+    """
+    try:
+        found = importlib.import_module(f"apex.{module}")
+        return [getattr(found, name) for name in names]
+    except (ImportError, AttributeError) as fault:
+        raise ValueError(f"backend='apex': NVIDIA's apex is not installed ({fault}); give torch, or auto") from None
 
 
 def apex_rms_norm(
@@ -17,14 +33,15 @@ def apex_rms_norm(
 ) -> Float[Tensor, "*batch features"]:
     """``apex.normalization.fused_layer_norm.fused_rms_norm_affine``; gains of another dtype than x go by the mixed one,
     whose result has theirs."""
-    from apex.normalization.fused_layer_norm import fused_rms_norm_affine, mixed_dtype_fused_rms_norm_affine
+    names = "fused_rms_norm_affine", "mixed_dtype_fused_rms_norm_affine"
+    alike, mixed = _of_apex("normalization.fused_layer_norm", *names)
 
     if not x.numel():
         # A launch over no row is an error.
         return F.rms_norm(x, weight.shape, weight, eps)
     if weight.dtype == x.dtype:
-        return fused_rms_norm_affine(x, weight, weight.shape, eps)
-    return mixed_dtype_fused_rms_norm_affine(x, weight, weight.shape, eps).to(x.dtype)
+        return alike(x, weight, weight.shape, eps)
+    return mixed(x, weight, weight.shape, eps).to(x.dtype)
 
 
 def apex_layer_norm(
@@ -34,14 +51,15 @@ def apex_layer_norm(
     eps: float,
 ) -> Float[Tensor, "*batch features"]:
     """``apex.normalization.fused_layer_norm.fused_layer_norm_affine``, which has a bias always: zeros where none is."""
-    from apex.normalization.fused_layer_norm import fused_layer_norm_affine, mixed_dtype_fused_layer_norm_affine
+    names = "fused_layer_norm_affine", "mixed_dtype_fused_layer_norm_affine"
+    alike, mixed = _of_apex("normalization.fused_layer_norm", *names)
 
     if not x.numel():
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     bias = torch.zeros_like(weight) if bias is None else bias
     if weight.dtype == bias.dtype == x.dtype:
-        return fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
-    return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, eps).to(x.dtype)
+        return alike(x, weight, bias, weight.shape, eps)
+    return mixed(x, weight, bias, weight.shape, eps).to(x.dtype)
 
 
 def takes_softmax(scores: Float[Tensor, "batch heads queries keys"]) -> bool:
@@ -60,7 +78,6 @@ def apex_scaled_causal_softmax(
 
     apex writes the gradient of the scores over that of the weights: whoever computes it must not need it again.
     """
-    from apex.transformer.functional.fused_softmax import scaled_upper_triang_masked_softmax
-
+    (softmax,) = _of_apex("transformer.functional.fused_softmax", "scaled_upper_triang_masked_softmax")
     # Between the two stands a mask that apex does not look at.
-    return scaled_upper_triang_masked_softmax(scores.contiguous(), None, scale)
+    return softmax(scores.contiguous(), None, scale)

@@ -61,10 +61,18 @@ def backend_of(operation: str, backend: str, x: Tensor) -> str:
         return backend
     if backend == "auto":
         return "triton" if x.is_cuda and importlib.util.find_spec("triton") is not None else "torch"
-    if backend not in AVAILABLE[operation]:
+    check_backend(operation, backend)
+    return backend
+
+
+def check_backend(operation: str, backend: str) -> None:
+    """
+    Raises:
+        ValueError: an implementation that the operation does not have, with those that it has.
+    """
+    if backend not in ("auto", *AVAILABLE[operation]):
         names = ", ".join(("auto", *AVAILABLE[operation]))
         raise ValueError(f"backend={backend!r}: {operation} has {names}")
-    return backend
 
 
 def row_backend(operation: str, backend: str, x: Tensor) -> str:
@@ -81,3 +89,14 @@ def asked(gradients: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> tuple[Tens
 def contiguous_like(x: Tensor, needed: bool = True) -> Tensor:
     """An uninitialised contiguous tensor of the shape of x, or an empty one."""
     return torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
+
+
+def require(holds: bool, operation: str, rule: str, **tensors: Tensor | None) -> None:
+    """What a kernel takes for granted: it would read beyond a tensor that is smaller than it believes.
+
+    Raises:
+        ValueError: unless ``holds``, with the rule and what was given.
+    """
+    if not holds:
+        given = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None)
+        raise ValueError(f"{operation} takes {rule}; given {given}")

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gridtron.core.kernels.backend import asked, backend_of, contiguous_like, launcher, register
+from gridtron.core.kernels.backend import asked, backend_of, contiguous_like, launcher, register, require
+from gridtron.core.kernels.blocks import as_rows
 
 APPROXIMATIONS = ("none", "tanh")
 
@@ -27,10 +28,12 @@ def bias_gelu(
         approximate: "none", by the error function; "tanh", GPT-2's.
 
     Raises:
-        ValueError: an unknown backend or approximation.
+        ValueError: an unknown backend or approximation, or tensors that do not fit each other.
     """
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"approximate={approximate!r}: it is one of {', '.join(APPROXIMATIONS)}")
+    fits = x.is_floating_point() and x.ndim > 0 and (bias is None or bias.shape == x.shape[-1:])
+    require(fits, "bias_gelu", "a floating x (..., features) and bias (features,) or None", x=x, bias=bias)
     chosen = backend_of("bias_gelu", backend, x)
     if bias is None and chosen == "torch":
         return F.gelu(x, approximate=approximate)
@@ -54,7 +57,7 @@ class _BiasGELU(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:2]
         if ctx.backend == "torch":
             grad_x = torch.ops.aten.gelu_backward(gradient, x + bias, approximate=ctx.approximate)
-            return grad_x, grad_x.flatten(0, -2).sum(0) if wanted[1] else None, None, None
+            return grad_x, as_rows(grad_x).sum(0) if wanted[1] else None, None, None
         return *asked(_backward_operator(gradient, x, bias, ctx.approximate == "tanh", wanted[1]), wanted), None, None
 
 

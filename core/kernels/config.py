@@ -58,6 +58,22 @@ class KernelsConfig:
         "the head's product and the loss by chunks of tokens: logits are never held, for a third more work in the head",
     )
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: an implementation that an operation does not have, with those that it has.
+        """
+        known = {"backend": BACKENDS, **{name: (None, "auto", *names) for name, names in AVAILABLE.items()}}
+        faults = [
+            f"{name}={getattr(self, name)!r}: it is one of {', '.join(str(choice) for choice in choices)}"
+            for name, choices in known.items()
+            if getattr(self, name) not in choices
+        ]
+        if not isinstance(self.chunked_loss, bool):
+            faults.append(f"chunked_loss={self.chunked_loss!r}: it is True or False")
+        if faults:
+            raise ValueError("; ".join(faults))
+
     def of(self, operation: str) -> str:
         """What an operation was asked to take: "auto", or a name among AVAILABLE[operation]."""
         wanted = getattr(self, operation) or self.backend

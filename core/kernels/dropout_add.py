@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gridtron.core import random
-from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register
+from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register, require
 
 _LARGEST_RANK = 4
 
@@ -35,10 +35,13 @@ def dropout_add(
     Arguments as :func:`gridtron.core.random.counted_dropout` has them; x and residual of one shape and dtype.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, p outside [0, 1), or tensors that do not fit each other.
     """
-    chosen = _backend(backend, x)
-    return _DropoutAdd.apply(x, residual, p, key, samples, sample_dim, list(offsets), list(strides), chosen)
+    fits = residual.shape == x.shape and residual.dtype == x.dtype
+    require(fits, "dropout_add", "x and residual of one shape and dtype", x=x, residual=residual)
+    _check(x, p, samples, sample_dim, offsets, strides)
+    places = (sample_dim, list(offsets), list(strides))
+    return _DropoutAdd.apply(x, residual, p, random.signed(key), samples.long(), *places, _backend(backend, x))
 
 
 def counted_dropout(
@@ -54,11 +57,24 @@ def counted_dropout(
     """:func:`gridtron.core.random.counted_dropout` with a choice of its implementation, that of ``dropout_add``.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, p outside [0, 1), or tensors that do not fit each other.
     """
+    _check(x, p, samples, sample_dim, offsets, strides)
+    key, samples = random.signed(key), samples.long()
     if _backend(backend, x) == "torch":
         return random.counted_dropout(x, p, key, samples, sample_dim, offsets, strides)
     return _Dropout.apply(x, p, key, samples, sample_dim, list(offsets), list(strides))
+
+
+def _check(
+    x: Tensor, p: float, samples: Tensor, sample_dim: int, offsets: Sequence[int], strides: Sequence[int]
+) -> None:
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout p={p} must be at least 0 and under 1")
+    fits = x.is_floating_point() and len(offsets) == len(strides) == x.ndim and 0 <= sample_dim < x.ndim
+    fits = fits and samples.shape == x.shape[sample_dim : sample_dim + 1] and not samples.is_floating_point()
+    rule = f"a floating x, samples (x.shape[sample_dim={sample_dim}],), and an offset and a stride a dimension"
+    require(fits, "dropout", rule, x=x, samples=samples)
 
 
 def _backend(backend: str, x: Tensor) -> str:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, row_backend
+from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, require, row_backend
 from gridtron.core.precision import wide_dtype
 
 
@@ -24,8 +24,11 @@ def layer_norm(
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``; computed in float32 or wider, rounded once.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or tensors that do not fit each other.
     """
+    fits = x.is_floating_point() and weight.shape == x.shape[-1:] != () and (bias is None or bias.shape == weight.shape)
+    rule = "a floating x (..., features), weight and bias (features,)"
+    require(fits, "layer_norm", rule, x=x, weight=weight, bias=bias)
     chosen = row_backend("layer_norm", backend, x)
     if chosen == "apex":
         from gridtron.core.kernels.apex import apex_layer_norm

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, row_backend
+from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, require, row_backend
 from gridtron.core.kernels.blocks import as_rows
 from gridtron.core.precision import wide_dtype
 
@@ -20,8 +20,10 @@ def rms_norm(
     """``x / sqrt(mean(x^2) + eps) * weight``; the mean and the quotient in float32 or wider.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or tensors that do not fit each other.
     """
+    fits = x.is_floating_point() and weight.shape == x.shape[-1:] != ()
+    require(fits, "rms_norm", "a floating x (..., features) and weight (features,)", x=x, weight=weight)
     chosen = row_backend("rms_norm", backend, x)
     if chosen == "apex":
         from gridtron.core.kernels.apex import apex_rms_norm

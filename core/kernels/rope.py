@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gridtron.core.kernels.backend import backend_of, launcher, register
+from gridtron.core.kernels.backend import backend_of, launcher, register, require
 
 
 def rope(
@@ -23,8 +23,12 @@ def rope(
     Any strides; the result has those of ``torch.empty_like(x)``.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or tensors that do not fit each other.
     """
+    fits = x.ndim == 4 and x.is_floating_point() and cos.shape == sin.shape and cos.ndim == 2
+    fits = fits and cos.shape[0] == x.shape[2] and 2 * cos.shape[1] <= x.shape[3]
+    rule = "a floating x (batch, heads, sequence, width), cos and sin (sequence, at most width / 2)"
+    require(fits, "rope", rule, x=x, cos=cos, sin=sin)
     return _Rope.apply(x, cos, sin, backend_of("rope", backend, x))
 
 

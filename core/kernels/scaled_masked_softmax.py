@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gridtron.core.kernels.backend import contiguous_like, launcher, register, row_backend
+from gridtron.core.kernels.backend import contiguous_like, launcher, register, require, row_backend
 from gridtron.core.kernels.blocks import as_rows, row_blocks
 from gridtron.core.precision import wide_dtype
 
@@ -31,8 +31,11 @@ def scaled_masked_softmax(
         mask: True where a key does not count; broadcast to ``scores``.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or tensors that do not fit each other.
     """
+    fits = scores.ndim == 4 and scores.is_floating_point() and (mask is None or _masks(mask, scores))
+    rule = "floating scores (batch, heads, queries, keys), and a mask of bool that broadcasts to them"
+    require(fits, "scaled_masked_softmax", rule, scores=scores, mask=mask)
     chosen = row_backend("scaled_masked_softmax", backend, scores)
     if chosen == "apex":
         from gridtron.core.kernels.apex import apex_scaled_causal_softmax, takes_softmax
@@ -41,6 +44,11 @@ def scaled_masked_softmax(
             return apex_scaled_causal_softmax(scores, scale)
         chosen = "torch"
     return _Softmax.apply(scores, scale, causal, mask, chosen)
+
+
+def _masks(mask: Tensor, scores: Tensor) -> bool:
+    sizes = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
+    return mask.dtype == torch.bool and mask.ndim <= scores.ndim and all(own in (1, size) for own, size in sizes)
 
 
 class _Softmax(torch.autograd.Function):

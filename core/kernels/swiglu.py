@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register
+from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register, require
 
 
 def swiglu(
@@ -19,8 +19,10 @@ def swiglu(
     """``silu(gate) * up``; keeps its two inputs only, which may be halves of one tensor.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or tensors that do not fit each other.
     """
+    fits = gate.is_floating_point() and gate.shape == up.shape and gate.dtype == up.dtype
+    require(fits, "swiglu", "a floating gate and up of one shape and dtype", gate=gate, up=up)
     return _SwiGLU.apply(gate, up, backend_of("swiglu", backend, gate))
 
 
