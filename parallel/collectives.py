@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.communication import all_gather, all_gather_uneven, all_reduce, reduce_scatter
 from gridtron.core.grid import Axis
+from gridtron.core.once import differentiable_once
 from gridtron.core.sharding import even_ranges
 from gridtron.core.torch_compat import functional_all_gather, functional_all_reduce, functional_reduce_scatter
 
@@ -65,7 +65,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _sum(gradient, ctx.axis), None
 
@@ -76,7 +76,7 @@ class _ReduceFrom(torch.autograd.Function):
         return _sum(x, axis)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
 
@@ -89,7 +89,7 @@ class _ScatterTo(torch.autograd.Function):
         return x.narrow(dim, start, stop - start).contiguous()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         lengths = [stop - start for start, stop in even_ranges(ctx.length, ctx.axis.size)]
         return torch.cat(all_gather_uneven(gradient, lengths, ctx.axis, ctx.dim), ctx.dim), None, None
@@ -102,7 +102,7 @@ class _GatherFrom(torch.autograd.Function):
         return torch.cat(all_gather_uneven(x, lengths, axis, dim), dim)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient.narrow(ctx.dim, ctx.start, ctx.length).contiguous(), None, None, None
 
@@ -114,7 +114,7 @@ class _GatherFromSequence(torch.autograd.Function):
         return _gather(x, axis)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _sum_share(gradient, ctx.axis), None
 
@@ -126,7 +126,7 @@ class _ReduceScatterToSequence(torch.autograd.Function):
         return _sum_share(x, axis)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _gather(gradient, ctx.axis), None
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.communication import all_gather, all_reduce, reduce_scatter
 from gridtron.core.grid import Axis
@@ -16,6 +15,7 @@ from gridtron.core.kernels.blocks import as_rows
 from gridtron.core.kernels.config import chunk_rows
 from gridtron.core.kernels.cross_entropy import IGNORED
 from gridtron.core.kernels.linear_cross_entropy import chunked_gradients, chunked_statistics
+from gridtron.core.once import differentiable_once
 from gridtron.parallel.loss import local_targets, reduce_statistics
 
 
@@ -91,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.view(target.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, maximum, factor, local = ctx.saved_tensors
         row_weight = gradient.reshape(-1).to(factor.dtype).masked_fill(local == IGNORED, 0)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.communication import all_reduce
 from gridtron.core.grid import Axis
@@ -15,6 +14,7 @@ from gridtron.core.kernels.backend import backend_of
 from gridtron.core.kernels.blocks import as_rows
 from gridtron.core.kernels.cross_entropy import ELSEWHERE, IGNORED, Statistics, statistics
 from gridtron.core.kernels.cross_entropy import gradient as logits_gradient
+from gridtron.core.once import differentiable_once
 from gridtron.core.sharding import even_ranges
 
 
@@ -101,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.view(ctx.shape[:-1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         kept, maximum, factor, local = ctx.saved_tensors
         weight = gradient.reshape(-1).to(factor.dtype).masked_fill(local == IGNORED, 0)

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.communication import Pending, all_gather, all_reduce, start_all_gather, start_all_reduce
 from gridtron.core.grid import Axis
 from gridtron.core.kernels.blocks import as_rows
+from gridtron.core.once import differentiable_once
 from gridtron.core.torch_compat import functional_all_reduce, functional_reduce_scatter
 from gridtron.parallel.gradient_door import accumulate_gradient, deferral_of
 from gridtron.parallel.overlap import gathered_products, scattered_products
@@ -43,7 +43,7 @@ class ColumnProducts(torch.autograd.Function):
         return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         axis, needs = ctx.axis, ctx.needs_input_grad
@@ -122,7 +122,7 @@ class RowProduct(torch.autograd.Function):
         return share
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]

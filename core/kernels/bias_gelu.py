@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import asked, backend_of, contiguous_like, launcher, register, require
 from gridtron.core.kernels.blocks import as_rows
+from gridtron.core.once import differentiable_once
 
 APPROXIMATIONS = ("none", "tanh")
 
@@ -51,7 +51,7 @@ class _BiasGELU(torch.autograd.Function):
         return _forward_operator(x, bias, approximate == "tanh")
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core import random
 from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register, require
+from gridtron.core.once import differentiable_once
 
 _LARGEST_RANK = 4
 
@@ -103,7 +103,7 @@ class _DropoutAdd(torch.autograd.Function):
         return random.counted_dropout(x, p, key, samples, sample_dim, offsets, strides).add_(residual)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (samples,) = ctx.saved_tensors
         grad_x = _masked(gradient, samples, ctx.mask, ctx.backend) if ctx.needs_input_grad[0] else None
@@ -127,7 +127,7 @@ class _Dropout(torch.autograd.Function):
         return _masked(x, samples, ctx.mask, "triton")
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (samples,) = ctx.saved_tensors
         return _masked(gradient, samples, ctx.mask, "triton"), *(None,) * 6

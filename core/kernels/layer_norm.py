@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, require, row_backend
+from gridtron.core.once import differentiable_once
 from gridtron.core.precision import wide_dtype
 
 
@@ -47,7 +47,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         wanted = ctx.needs_input_grad[:3]
         return *asked(_backward_operator(gradient, *ctx.saved_tensors, *wanted), wanted), None

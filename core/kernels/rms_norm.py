@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import asked, contiguous_like, launcher, register, require, row_backend
 from gridtron.core.kernels.blocks import as_rows
+from gridtron.core.once import differentiable_once
 from gridtron.core.precision import wide_dtype
 
 
@@ -42,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         wanted = ctx.needs_input_grad[:2]
         run = _backward if ctx.backend == "torch" else _backward_operator

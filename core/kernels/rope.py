@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import backend_of, launcher, register, require
+from gridtron.core.once import differentiable_once
 
 
 def rope(
@@ -58,7 +58,7 @@ class _Rope(torch.autograd.Function):
         return _turn(x, cos, sin) if backend == "torch" else _operator(x, cos, sin, False)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         turned = _turn(gradient, cos, -sin) if ctx.backend == "torch" else _operator(gradient, cos, sin, True)

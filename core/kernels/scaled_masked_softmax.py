@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import contiguous_like, launcher, register, require, row_backend
 from gridtron.core.kernels.blocks import as_rows, row_blocks
+from gridtron.core.once import differentiable_once
 from gridtron.core.precision import wide_dtype
 
 
@@ -64,7 +64,7 @@ class _Softmax(torch.autograd.Function):
         return weights
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (weights,) = ctx.saved_tensors
         run = _backward if ctx.backend == "torch" else _backward_operator

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gridtron.core.kernels.backend import backend_of, contiguous_like, launcher, register, require
+from gridtron.core.once import differentiable_once
 
 
 def swiglu(
@@ -34,7 +34,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up) if backend == "torch" else _forward_operator(gate, up)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         if ctx.backend != "torch":
