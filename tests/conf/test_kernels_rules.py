@@ -129,3 +129,27 @@ def test_without_a_device_torch_takes_everything():
     assert {name for name in AVAILABLE if named.of(name) == "apex"} == {
         "rms_norm", "layer_norm", "scaled_masked_softmax", "adamw",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["kernels.rope=torch", "model.position=learned"], "model.position=learned"),
+        (["kernels.layer_norm=torch"], "model.normalization=rms_norm"),
+        (["kernels.bias_gelu=torch"], "model.activation=swiglu"),
+        (["kernels.dropout_add=torch"], "model.dropout=0"),
+        (["kernels.adamw=torch", "optimizer=sgd"], "optimizer=sgd"),
+        (["kernels.linear_cross_entropy=torch"], "kernels.chunked_loss=false"),
+        (["kernels.cross_entropy=torch", "kernels.chunked_loss=true"], "kernels.chunked_loss=true"),
+        (["kernels.rms_norm=torch", "model.build=torch.nn:Identity"], "a model of your own"),
+        (["kernels.chunked_loss=true", "model.build=torch.nn:Identity"], "a model of your own"),
+    ],
+)
+def test_what_has_no_effect_is_refused(words, reason):
+    lines = [line for line in refused(BARE, *words) if line.startswith(words[0])]
+    assert len(lines) == 1 and f"has no effect with {reason}" in lines[0] and lines[0].endswith("leave it out")
+
+
+def test_what_is_used_may_be_named():
+    used = ["kernels.rms_norm=torch", "kernels.rope=auto", "kernels.swiglu=torch", "kernels.cross_entropy=torch"]
+    assert compose(["model=tiny", *used, "kernels.adamw=torch"], surroundings=around(BARE)).kernels.rope == "auto"
