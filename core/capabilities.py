@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def find_libraries(devices: int, environment: Mapping[str, str]) -> Capabilities
         nccl=False,
         triton=_version("triton"),
         apex=find_apex(),
-        triton_interpreted=_interpreted(environment),
+        triton_interpreted=environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"),
     )
 
 
@@ -66,10 +66,6 @@ def usable_cores() -> int:
     """Processor cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def _interpreted(environment: Mapping[str, str]) -> bool:
-    return environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def find_capabilities(environment: Mapping[str, str] | None = None) -> Capabilities:
@@ -83,14 +79,11 @@ def find_capabilities(environment: Mapping[str, str] | None = None) -> Capabilit
 
     cuda = torch.cuda.is_available()
     names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) if cuda else ()
-    return Capabilities(
-        cpu_cores=usable_cores(),
+    return replace(
+        find_libraries(len(names), environment or {}),
         cuda_devices=names,
         bf16=cuda and torch.cuda.is_bf16_supported(),
         nccl=dist.is_available() and dist.is_nccl_available(),
-        triton=_version("triton"),
-        apex=find_apex(),
-        triton_interpreted=_interpreted(environment or {}),
     )
 
 

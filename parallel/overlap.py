@@ -26,6 +26,7 @@ from gridtron.core.communication import (
     start_reduce_scatter_into,
 )
 from gridtron.core.grid import Axis
+from gridtron.core.kernels.blocks import as_rows
 from gridtron.core.sharding import even_ranges
 from gridtron.core.torch_compat import (
     fused_gather_products,
@@ -143,7 +144,8 @@ def _gather_in_turn(
 
 def _multiply_into(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None = None, add: bool = False) -> None:
     """``out (..., out) = x (..., features) @ matrix (features, out)``, plus the bias, or added to what is there."""
-    out, x = out.view(out.shape[:-1].numel(), out.shape[-1]), x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    # A view: what is written to a copy would be lost.
+    out, x = out.view(out.shape[:-1].numel(), out.shape[-1]), as_rows(x)
     if add:
         torch.addmm(out, x, matrix, out=out)
     elif bias is not None:

@@ -324,8 +324,7 @@ def test_a_plugins_parts_train_on_any_grid(outside):
     assert sorted(os.listdir("seen")) == ["0.json"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("grid", [pytest.param("grid.tensor=1", marks=pytest.mark.slow), "grid.tensor=2"])
+@pytest.mark.parametrize("grid", [pytest.param(f"grid.tensor={size}", marks=pytest.mark.slow) for size in (1, 2)])
 def test_a_plugins_run_goes_on_to_the_bit(outside, grid):
     """Also the states of a foreign optimizer, its plain numbers and the callback's."""
     assert train("whole", *CHOSEN, grid, "callbacks.witness.folder=whole seen") == 0

@@ -85,11 +85,11 @@ class TritonAdamW(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([*parameters, *copies])
 
 
-def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
-    """torch's states of a parameter that has not been updated yet; the count lies on the CPU, where reading it waits
-    for nothing."""
+def fresh_state(parameter: Tensor, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """torch's states of a parameter that has not been updated yet. The count is of its dtype: nothing of a float64 run
+    is below float64. On the CPU reading it waits for nothing; torch's fused update wants it beside the parameter."""
     return {
-        "step": torch.zeros((), dtype=parameter.dtype),
+        "step": torch.zeros((), dtype=parameter.dtype, device=device),
         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
     }

@@ -122,15 +122,13 @@ def resolve(config: KernelsConfig, found: Capabilities) -> KernelsConfig:
 
 def kernels_fault(config: KernelsConfig, found: Capabilities) -> str | None:
     """Why what was asked for cannot run on a machine, with what can; None where it can."""
-    faults: dict[str, list[str]] = {}
+    faults: dict[str, str] = {}
     for name in AVAILABLE:
         choice = choose(config, name, found)
         if choice.fault is not None:
             option_name = f"kernels.{name}" if getattr(config, name) else "kernels.backend"
-            faults.setdefault(f"{option_name}={choice.backend}: {choice.fault}", []).append(option_name)
-    if not faults:
-        return None
-    return "; ".join(f"{fault}; nearest: {names[0]}=auto" for fault, names in faults.items())
+            faults[f"{option_name}={choice.backend}: {choice.fault}"] = option_name
+    return "; ".join(f"{fault}; nearest: {name}=auto" for fault, name in faults.items()) or None
 
 
 def backend_fault(backend: str, found: Capabilities) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtron.core.errors import JobError
-from gridtron.core.kernels.adamw import TritonAdamW
+from gridtron.core.kernels.adamw import TritonAdamW, fresh_state
 from gridtron.core.kernels.backend import backend_of
 from gridtron.core.optim.apex import ApexAdamW
 from gridtron.core.optim.config import OptimizerConfig
@@ -275,12 +275,7 @@ def is_matrix(piece: Piece) -> bool:
 
 def _fresh_state(main: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     if "betas" in group:
-        return {
-            # A count, in the wide dtype: nothing of a float64 run is below float64.
-            "step": torch.zeros((), dtype=main.dtype, device=main.device),
-            "exp_avg": torch.zeros_like(main, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(main, memory_format=torch.preserve_format),
-        }
+        return fresh_state(main, main.device)
     if group.get("momentum"):
         return {"momentum_buffer": torch.zeros_like(main, memory_format=torch.preserve_format)}
     return {}

@@ -301,9 +301,8 @@ def test_peak_is_that_of_the_tracker(
         vocab_size=vocabulary,
         max_position_embeddings=128,
     )
-    options = RecomputeConfig(mode)
-    if mode == "operations":
-        options = RecomputeConfig("selective", operations=["attention"])
+    listed = RecomputeConfig("selective", operations=["attention"])
+    options = listed if mode == "operations" else RecomputeConfig(mode)
     settings = MemorySettings(config, length, batch, microbatches, recompute=options)
     measured = tracked_peak(config, options, torch.float32, batch, length, microbatches)
     assert rank_memory(settings).peak == pytest.approx(measured, rel=0.05)

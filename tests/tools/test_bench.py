@@ -54,6 +54,13 @@ def test_refusals(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_every_shape_has_the_batch_that_the_options_know():
+    from gridtron.tools.bench import cli
+    from gridtron.tools.bench.plain import SHAPES
+
+    assert {shape.batch for shape in SHAPES.values()} == {cli._BATCH}
+
+
 def test_options():
     assert parse_options(["shape=full", "pairs=8", "out=a=b.json"]) == BenchOptions("full", 8, out="a=b.json")
     assert main(["--help"]) == 0
